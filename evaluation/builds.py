@@ -16,6 +16,7 @@ from mxjax.audit import arithmetic, sizes
 from mxjax.calibration.calibration import Calibration, Params, token_fingerprint
 from mxjax.calibration.store import params_digest
 from mxjax.devices import processes
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.evaluation import names
 from mxjax.evaluation.provenance import made_by
 from mxjax.evaluation.report import page
@@ -242,9 +243,11 @@ def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
   made = checkpoint.read_manifest(folder)["program"]
   run = folder.parent / RUN
   if not (run / run_folder.STATE).is_file():
-    raise FileNotFoundError(
-      f"quantize: expected --linears with a folder that `quantize` wrote, its {RUN}/ "
-      f"included, got {options.linears}, which has none; leave the option out."
+    raise FileNotFoundRefusal(
+      "quantize",
+      expected=f"--linears with a folder that `quantize` wrote, its {RUN}/ included",
+      got=f"{options.linears}, which has none",
+      mend="leave the option out",
     )
   start = run_folder.read_state(run)["identity"]
   theirs, key = made["name"], reused.build_key(program)
@@ -255,11 +258,13 @@ def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
   is_other = tokens_differ or model_differs or key is None
   if is_other or reused.build_key(methods.get(theirs)) != key:
     told = lambda differs: "other" if differs else "the same"
-    raise ValueError(
-      f"quantize: expected --linears of a build that differs from {method} "
-      f"only in recovery, on the same tokens and weights, got {theirs} on "
-      f"{told(tokens_differ)} tokens and {told(model_differs)} weights in "
-      f"{options.linears}; leave the option out."
+    raise ValueRefusal(
+      "quantize",
+      expected=f"--linears of a build that differs from {method} only in recovery, on "
+      "the same tokens and weights",
+      got=f"{theirs} on {told(tokens_differ)} tokens and {told(model_differs)} weights "
+      f"in {options.linears}",
+      mend="leave the option out",
     )
   return reused.reuse(program, checkpoint.load(folder)[1])
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from mxjax import methods, models
 from mxjax.audit import sizes
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import names, results, subjects
 from mxjax.evaluation.provenance import made_by
 from mxjax.evaluation.tasks import seven_tasks
@@ -97,30 +98,35 @@ def _check_float_model(
       another shape, or the linears are not comparable with its.
   """
   if source is None or not subjects.is_checkpoint(source):
-    raise ValueError(
-      f"evaluate: expected a folder written by `quantize` to compare with the float "
-      f"model, got {source or names.DEFAULT_MODEL}, which is one; leave "
-      "--operator-error and --agreement out."
+    raise ValueRefusal(
+      "evaluate",
+      expected="a folder written by `quantize` to compare with the float model",
+      got=f"{source or names.DEFAULT_MODEL}, which is a float model",
+      mend="leave --operator-error and --agreement out",
     )
   manifest = checkpoint.read_manifest(subjects.checkpoint_folder(source))
   name = (manifest["calibration"] or {}).get("model") or names.DEFAULT_MODEL
-  place = f"evaluate: expected --model with the float model of {source}"
+  expected = f"--model with the float model of {source}, {name}"
   if float_model is None and name != names.DEFAULT_MODEL:
-    raise ValueError(f"{place}, whose name is {name}, got none; add it.")
+    raise ValueRefusal("evaluate", expected, got="none")
   config = models.ModelConfig.from_dict(manifest["model_config"])
   exact = models.load_config(float_model, dtype=config.dtype)
   differs = [key for key in SHAPE if getattr(exact, key) != getattr(config, key)]
   if differs:
-    raise ValueError(
-      f"{place}, got {float_model or names.DEFAULT_MODEL} of another "
-      f"{', '.join(differs)}; name the model that was quantized."
+    raise ValueRefusal(
+      "evaluate",
+      expected,
+      got=f"{float_model or names.DEFAULT_MODEL} of another {', '.join(differs)}",
+      mend="name the model that was quantized",
     )
   method = methods.base_name((manifest["program"] or {}).get("name", ""))
   if evaluation.operator_error and method in ROTATING:
-    raise ValueError(
-      f"evaluate: expected --operator-error of linears in the float model's "
-      f"coordinates, got those of {method}, which rotates them; read the "
-      "operator_error that `quantize --operator-error` writes to result.json."
+    raise ValueRefusal(
+      "evaluate",
+      expected="--operator-error of linears in the float model's coordinates",
+      got=f"those of {method}, which rotates them",
+      mend="read the operator_error that `quantize --operator-error` writes to "
+      "result.json",
     )
 
 

@@ -19,6 +19,7 @@ from mxjax.calibration.calibration import (
   token_fingerprint,
 )
 from mxjax.devices.placement import Placement
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import datasets, names
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
@@ -204,9 +205,11 @@ class Evaluation:
     for source in self.sources:
       name = pathlib.Path(source).stem if source else "embedded test"
       if name in tests:
-        raise ValueError(
-          f"test data: expected sets of different names, got two named {name}; rename "
-          "one of the files."
+        raise ValueRefusal(
+          "test data",
+          expected="sets of different names",
+          got=f"two named {name}",
+          mend="rename one of the files",
         )
       tests[name] = datasets.load_tokens(
         source,
@@ -308,9 +311,11 @@ def restore(
     folder = checkpoint_folder(str(source))
     model, params = checkpoint.load(folder, mesh=mesh)
     if dtype not in (None, model.config.dtype):
-      raise ValueError(
-        f"{folder}: expected --dtype {model.config.dtype}, that of its build, got "
-        f"{dtype}; leave the option out, or quantize again with --dtype {dtype}."
+      raise ValueRefusal(
+        folder,
+        expected=f"--dtype {model.config.dtype}, that of its build",
+        got=dtype,
+        mend=f"leave the option out, or quantize again with --dtype {dtype}",
       )
     tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
   else:

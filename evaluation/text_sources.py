@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from mxjax.errors import FileNotFoundRefusal
+from mxjax.errors import ConnectionRefusal, FileNotFoundRefusal
 from mxjax.intake.reading import parse_json, read_text, refusing
 
 if TYPE_CHECKING:
@@ -92,9 +92,11 @@ def hub_rows(
   try:
     return list(datasets.load_dataset(repository, configuration, split=split, **files))
   except (ConnectionError, OSError) as error:
-    raise ConnectionError(
-      f"data: {repository} is on the hub, which cannot be reached ({error}); pass a "
-      "text, JSONL or .npy file instead, or omit it for the embedded data."
+    raise ConnectionRefusal(
+      "data",
+      expected=f"the hub, which has {repository}",
+      got=f"no answer ({error})",
+      mend="pass a text, JSONL or .npy file instead, or omit it for the embedded data",
     ) from error
 
 

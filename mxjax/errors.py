@@ -97,6 +97,10 @@ class FileExistsRefusal(OSRefusal, FileExistsError):
   """A file or folder is there that must not be overwritten."""
 
 
+class ConnectionRefusal(OSRefusal, ConnectionError):
+  """A service cannot be reached."""
+
+
 class BlockingIORefusal(OSRefusal, BlockingIOError):
   """Another process holds a file or folder."""
 

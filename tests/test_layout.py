@@ -56,7 +56,10 @@ def test_every_package_of_the_tree_is_listed_for_the_wheel():
   assert SETUPTOOLS["package-dir"] == expected_map
 
 
-DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {
+  "orbax": "orbax-checkpoint",
+  "typing_extensions": "typing-extensions",
+}
 """Names to install, where they differ from the imported ones."""
 OPTIONAL = {"ray", "lm_eval"}
 """Imported where an extra is asked for."""

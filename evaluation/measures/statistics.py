@@ -143,9 +143,11 @@ def compare_seeds(first: Sequence[float], second: Sequence[float]) -> Paired:
   """
   pairs = np.subtract(first, second)
   if not 2 <= len(pairs) <= MAX_EXACT:
-    raise ValueError(
-      f"paired: expected 2 to {MAX_EXACT} seeds, got {len(pairs)}; run more, or split "
-      "them."
+    raise ValueRefusal(
+      "paired",
+      expected=f"2 to {MAX_EXACT} seeds",
+      got=len(pairs),
+      mend="run more, or split them",
     )
   student = paired_interval(first, second)
   low, high, coverage = _signed_rank_interval(pairs)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from mxjax import methods
 from mxjax.calibration.calibration import Params, token_fingerprint
@@ -84,8 +85,9 @@ class Comparison(runner.Work[Row]):
     name = f"{row.label.replace(' ', '-')}.json"
     return self.folder / ROWS / name if self.folder else None
 
+  @override
   def is_done(self, job: Row) -> bool:
-    """See `Work.is_done`; reads a finished row."""
+    """Reads a finished row."""
     file = self._file(job)
     if job.label in self.made or not (file and file.is_file()):
       return job.label in self.made
@@ -98,8 +100,8 @@ class Comparison(runner.Work[Row]):
     self.made[job.label] = row
     return True
 
+  @override
   def perform(self, job: Row) -> None:
-    """See `Work.perform`."""
     row, self.last = builds.run_method(
       self.subject,
       self.tokens,

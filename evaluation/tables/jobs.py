@@ -8,7 +8,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from mxjax import methods, models
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import builds, evaluating, names, subjects
 from mxjax.evaluation.measures.cost import running_cost
 from mxjax.evaluation.measures.local_errors import local_errors
@@ -202,21 +205,22 @@ class Reproduction(runner.Work[Job]):
     """Names the store in the folder."""
     self.store = self.out / STORE if self.keeps_store else None
 
+  @override
   def is_done(self, job: Job) -> bool:
-    """See `Work.is_done`."""
     return job.is_done(self.out)
 
+  @override
   def draw(self, job: Job) -> Any:
-    """See `Work.draw`."""
     return job.build.model, job.build.seed
 
+  @override
   def needs(self, job: Job) -> Job | None:
-    """See `Work.needs`: what measures a quantized model needs its build."""
+    """What measures a quantized model needs its build."""
     is_first = job.what == BUILD or job.build.method == FLOAT
     return None if is_first else Job(job.build, BUILD)
 
+  @override
   def perform(self, job: Job) -> None:
-    """See `Work.perform`."""
     build, place = job.build, job.place(self.out)
     job.clear(self.out)
     made = names.source(build.model)
@@ -287,8 +291,9 @@ class Reproduction(runner.Work[Job]):
     record = measured(build, self.out)[BUILD]["record"]
     tokens = build.model, record["calibration"]["fingerprint"]
     if self.drawn.setdefault(tokens, build.seed) != build.seed:
-      raise ValueError(
-        f"reproduce: expected other calibration tokens of {build.name} for each seed, "
-        f"got the same for seeds {self.drawn[tokens]} and {build.seed}; an array of "
-        "ids is one exact draw, so give text, or one of --seeds."
+      raise ValueRefusal(
+        "reproduce",
+        expected=f"other calibration tokens of {build.name} for each seed",
+        got=f"the same for seeds {self.drawn[tokens]} and {build.seed}",
+        mend="give text, because an array of ids is one exact draw, or one of --seeds",
       )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mxjax import models
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import datasets, names, text_sources
 from mxjax.evaluation.evaluating import TaskData
 from mxjax.evaluation.subjects import CalibrationSample, Evaluation
@@ -105,10 +106,10 @@ class Settings:
         split="test",
       )
     if sample.sampling not in (None, "windows"):
-      raise ValueError(
-        f"reproduce: expected --sampling windows of {sample.source}, got "
-        f"{sample.sampling}; sequences drawn at random need not be disjoint from those "
-        "of the calibration."
+      raise ValueRefusal(
+        "reproduce",
+        expected=f"--sampling windows of {sample.source}",
+        got=f"{sample.sampling}, which need not be disjoint from the calibration",
       )
     both = sample.sequences + self.local_sequences
     tokens = dataclasses.replace(sample, sequences=both).load(tokenizer)
@@ -161,8 +162,8 @@ def check_settings(
   now = json.loads(json.dumps(given))
   if differs := [n for n in {**there, **now} if there.get(n) != now.get(n)]:
     told = lambda values: ", ".join(f"{n} {_told(values.get(n))}" for n in differs)
-    raise ValueError(
-      f"{place}: expected what was made with {told(now)}, got {told(there)}; {mend}."
+    raise ValueRefusal(
+      place, expected=f"what was made with {told(now)}", got=told(there), mend=mend
     )
 
 

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mxjax.calibration import flax_calls, flax_discovery
 from mxjax.calibration.calibration import Params
-from mxjax.errors import ValueRefusal
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
 
 LINEARS, REST, WHOLE = "linears", "rest", "module"
 
@@ -260,7 +260,12 @@ class BoundModule:
 
   def logits(self, params: Params, hidden: Any) -> jax.Array:
     """Is not defined: what the module returns are `outputs`, of any kind."""
-    raise NotImplementedError("A FlaxModel has outputs, not logits of tokens.")
+    raise NotImplementedRefusal(
+      "FlaxModel",
+      expected="a model with logits of tokens",
+      got="one with outputs of any kind",
+      mend="call its outputs",
+    )
 
   def outputs(self, params: Params, inputs: Any) -> Any:
     """Runs the module on a batch with rearranged params."""

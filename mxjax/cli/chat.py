@@ -8,6 +8,7 @@ from typing import Any
 
 from mxjax.cli import generate
 from mxjax.cli import options as shared
+from mxjax.errors import ValueRefusal
 
 
 def add_parser(commands: Any) -> None:
@@ -76,5 +77,5 @@ def _typed() -> Iterator[str]:
 def _piped() -> Iterator[str]:
   """Yields the whole of standard input as one message."""
   if not (text := sys.stdin.read().strip()):
-    raise ValueError("chat: expected a message on standard input, got none; pipe one.")
+    raise ValueRefusal("chat", "a message on standard input", got="none")
   yield text

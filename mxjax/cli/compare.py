@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from mxjax import methods
 from mxjax.cli import options as shared
+from mxjax.errors import ValueRefusal
 from mxjax.intake import texts
 
 
@@ -59,9 +60,11 @@ def run(options: argparse.Namespace) -> None:
     texts.check("scale rule", rule, typing.get_args(mxfp4.ScaleRule))
     rules.append(mxfp4.Rules(scale_rule=cast(mxfp4.ScaleRule, rule)))
   if not (selected and rules):
-    raise ValueError(
-      "compare: expected at least one name in --methods and --scale-rules, got none; "
-      "name one, or leave the option out."
+    raise ValueRefusal(
+      "compare",
+      expected="at least one name in --methods and --scale-rules",
+      got="none",
+      mend="name one, or leave the option out",
     )
   contracts = {
     "" if rule == mxfp4.PAPER_RULES else f"[{rule.scale_rule}]": Contract(rules=rule)

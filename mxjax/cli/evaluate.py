@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from mxjax.cli import options as shared
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.names import DEFAULT_MODEL
 from mxjax.evaluation.tasks import tasks
 from mxjax.intake import texts
@@ -76,15 +77,19 @@ def run(options: argparse.Namespace) -> None:
   """
   for given, flag in ((options.tasks, "--tasks"), (options.storage, "--storage")):
     if given and options.mesh:
-      raise ValueError(
-        f"evaluate: expected --mesh without {flag}, got both; {flag} works on one "
-        "device, so leave --mesh out."
+      raise ValueRefusal(
+        "evaluate",
+        expected=f"--mesh without {flag}, which works on one device",
+        got="both",
+        mend="leave --mesh out",
       )
   ignored = OF_PERPLEXITY if options.tasks else OF_TASKS
   if names := shared.given(options, *ignored):
-    raise ValueError(
-      f"evaluate: expected {'no --tasks' if options.tasks else '--tasks'} beside "
-      f"{names}, got {'some' if options.tasks else 'none'}; correct the options."
+    raise ValueRefusal(
+      "evaluate",
+      expected=f"{'no --tasks' if options.tasks else '--tasks'} beside {names}",
+      got=options.tasks or "none",
+      mend="correct the options",
     )
   from mxjax.evaluation import evaluating
 
@@ -106,9 +111,11 @@ def _evaluate_perplexity(options: argparse.Namespace, packing: Any) -> None:
   evaluation = inputs.evaluation(options)
   is_compared = evaluation.operator_error or evaluation.agreement
   if options.model is not None and not is_compared:
-    raise ValueError(
-      "evaluate: expected --operator-error or --agreement beside --model, got none, so "
-      f"{options.model} would not be read; add one, or leave --model out."
+    raise ValueRefusal(
+      "evaluate",
+      expected="--operator-error or --agreement beside --model",
+      got=f"none, so {options.model} would not be read",
+      mend="add one, or leave --model out",
     )
   mesh = inputs.mesh_of(options)
   output.teller(options.log)(

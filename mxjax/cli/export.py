@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mxjax import methods
 from mxjax.cli import options as shared
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 
 if TYPE_CHECKING:
   import numpy as np
@@ -98,18 +99,20 @@ def run(options: argparse.Namespace) -> None:
       dropped would not be measured, or the format cannot hold the model.
   """
   if options.model is not None and not pathlib.Path(options.model).is_dir():
-    raise FileNotFoundError(
-      f"export: expected --model with the folder of the float model, got "
-      f"{options.model}, which is none; correct the path."
+    raise FileNotFoundRefusal(
+      "export",
+      expected="--model with the folder of the float model",
+      got=f"{options.model}, which is none",
+      mend="correct the path",
     )
   if not 0 < options.shard_gb < float("inf"):
-    raise ValueError(
-      f"export: expected --shard-gb above 0, got {options.shard_gb}; correct it."
-    )
+    raise ValueRefusal("export", "a finite --shard-gb above 0", got=options.shard_gb)
   if options.format != "dequant" and shared.given(options, "dtype"):
-    raise ValueError(
-      f"export: expected --dtype beside --format dequant, got {options.format}, which "
-      "writes what the checkpoint has; leave it out."
+    raise ValueRefusal(
+      "export",
+      expected="--format dequant beside --dtype",
+      got=f"{options.format}, which writes what the checkpoint has",
+      mend="leave --dtype out",
     )
   import jax.numpy as jnp
   import numpy as np
@@ -139,9 +142,11 @@ def run(options: argparse.Namespace) -> None:
       "tokens": token_fingerprint(tokens),
     }
   elif dropped:
-    raise ValueError(
-      "export: a model that lost something is measured before it is written, got "
-      "--windows 0; give it windows to be measured on."
+    raise ValueRefusal(
+      "export",
+      expected="--windows of 1 or more for a model that lost something, which is "
+      "measured before it is written",
+      got=0,
     )
   writers = {
     "compressed-tensors": functools.partial(
@@ -198,18 +203,25 @@ def _check(
 
   present = features.features_of(source.params)
   if absent := [name for name in dropped if name not in present]:
-    raise ValueError(
-      f"export: expected --drop of what the model has ({', '.join(present) or 'no'}), "
-      f"got {', '.join(absent)}; leave these names out."
+    raise ValueRefusal(
+      "export",
+      expected=f"--drop of what the model has ({', '.join(present) or 'nothing'})",
+      got=", ".join(absent),
+      mend="leave these names out",
     )
   if dropped and options.format == "safetensors":
-    raise ValueError(
-      "export: --format safetensors holds everything, so there is nothing to --drop; "
-      "leave it out."
+    raise ValueRefusal(
+      "export",
+      expected="nothing to --drop for --format safetensors, which holds everything",
+      got=", ".join(dropped),
+      mend="leave it out",
     )
   if options.transforms and options.format != "compressed-tensors":
-    raise ValueError(
-      "export: --transforms is for --format compressed-tensors; leave it out."
+    raise ValueRefusal(
+      "export",
+      expected="--format compressed-tensors beside --transforms",
+      got=options.format,
+      mend="leave --transforms out",
     )
   params = features.drop(source.params, dropped)
   if options.format == "compressed-tensors":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mxjax.cli import options as shared
+from mxjax.errors import ValueRefusal
 
 if TYPE_CHECKING:
   import numpy as np
@@ -81,17 +82,17 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
   """
   command = options.command
   if "" in options.stop:
-    raise ValueError(
-      f"{command}: expected --stop with some text, got none; leave it out."
+    raise ValueRefusal(
+      command, "--stop with some text", got="none", mend="leave it out"
     )
   if options.seed >= SEEDS:
-    raise ValueError(
-      f"{command}: expected a --seed below {SEEDS}, got {options.seed}; choose another."
-    )
+    raise ValueRefusal(command, f"a --seed below {SEEDS}", got=options.seed)
   if options.temperature == 0 and (ignored := shared.given(options, "top_k", "top_p")):
-    raise ValueError(
-      f"{command}: expected --temperature above 0 beside {ignored}, got 0, which takes "
-      "the likeliest token; correct the options."
+    raise ValueRefusal(
+      command,
+      expected=f"--temperature above 0 beside {ignored}",
+      got="0, which takes the likeliest token",
+      mend="correct the options",
     )
   return {
     "max_new_tokens": options.max_new_tokens,
@@ -174,7 +175,7 @@ def speak(
   from mxjax.models.streaming import stream, text_pieces
 
   if not len(ids):
-    raise ValueError("generate: the prompt is empty; give at least one word.")
+    raise ValueRefusal("generate", "a prompt of at least one word", got="none")
   began = time.perf_counter()
   times: list[float] = []
   # What the stream does not finish, a stop string does.

@@ -11,6 +11,7 @@ from mxjax.audit import plan
 from mxjax.cli import output
 from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import datasets, estimates, subjects
 from mxjax.evaluation.names import DEFAULT_MODEL
 from mxjax.evaluation.report import numbers
@@ -29,9 +30,11 @@ def mesh_of(options: argparse.Namespace) -> Mesh | None:
   if options.distributed:
     processes.connect(options.coordinator, options.processes, options.process)
   elif named:
-    raise ValueError(
-      f"devices: expected --distributed beside {', '.join(named)}, got none; add it, "
-      "or leave these out."
+    raise ValueRefusal(
+      "devices",
+      expected=f"--distributed beside {', '.join(named)}",
+      got="none",
+      mend="add it, or leave these out",
     )
   if options.mesh is not None:
     return meshes.make(**meshes.sizes(options.mesh))

@@ -5,7 +5,7 @@ Help must not wait for JAX, so nothing here imports it.
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from mxjax import methods
@@ -212,6 +212,11 @@ class _Formatter(argparse.HelpFormatter):
     return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+def _mend(name: str, known: Iterable[str]) -> str:
+  mend = texts.mend(name, known)
+  return f"; {mend}" if mend else ""
+
+
 class Parser(argparse.ArgumentParser):
   """A parser that suggests the closest option or command for a misspelled one."""
 
@@ -228,14 +233,14 @@ class Parser(argparse.ArgumentParser):
       known = self._option_string_actions
       # argparse accepts any unambiguous prefix of an option.
       if name.startswith("--") and not any(option.startswith(name) for option in known):
-        self.error(f"unrecognized option {name}{texts.suggestion(name, known)}")
+        self.error(f"unrecognized option {name}{_mend(name, known)}")
     return super().parse_known_args(args, namespace)
 
   def _check_value(self, action: argparse.Action, value: Any) -> None:
     try:
       super()._check_value(action, value)
     except argparse.ArgumentError as error:
-      error.message += texts.suggestion(str(value), map(str, action.choices or ()))
+      error.message += _mend(str(value), map(str, action.choices or ()))
       raise
 
   def error(self, message: str) -> NoReturn:

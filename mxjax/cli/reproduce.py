@@ -9,6 +9,7 @@ from typing import Any
 
 from mxjax.cli import options as shared
 from mxjax.discovery.studies.arms import PAPER_CALLS, PAPER_STUDIES
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.names import DEFAULT_MODEL, short_name
 from mxjax.evaluation.tables.declared import MEASURES, TABLES
 from mxjax.evaluation.tasks.tasks import SEVEN
@@ -113,17 +114,21 @@ def _check(options: argparse.Namespace) -> None:
   options.instead = dict(_instead(text, labels) for text in options.instead)
   short = [short_name(model) for model in options.models]
   if len(set(short)) < len(short):
-    raise ValueError(
-      f"reproduce: expected models of different names, got {', '.join(short)}; rename "
-      "a folder."
+    raise ValueRefusal(
+      "reproduce",
+      expected="models of different names",
+      got=", ".join(short),
+      mend="rename a folder",
     )
   if bool(options.models) == bool(options.results):
-    raise ValueError(
-      "reproduce: expected --models to build, or --results to read, got "
-      f"{'both' if options.models else 'none'}; give one of them."
+    raise ValueRefusal(
+      "reproduce",
+      expected="--models to build, or --results to read",
+      got="both" if options.models else "none",
+      mend="give one of them",
     )
   if options.models and not (options.out or options.plan):
-    raise ValueError("reproduce: expected --out for what is built, got none; add it.")
+    raise ValueRefusal("reproduce", "--out for what is built", got="none")
 
 
 def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
@@ -135,9 +140,11 @@ def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
   label = next((name for name in labels if text.startswith(f"{name}=")), None)
   if label is None:
     texts.check("row", text.split("=")[0], labels)
-    raise ValueError(
-      f"reproduce: expected --instead ROW=METHOD, got {text!r}; name a method, such as "
-      f"{text}=spinquant:steps=10."
+    raise ValueRefusal(
+      "reproduce",
+      expected="--instead ROW=METHOD",
+      got=repr(text),
+      mend=f"name a method, such as {text}=spinquant:steps=10",
     )
   method = text.removeprefix(f"{label}=")
   shared.check_method(method)

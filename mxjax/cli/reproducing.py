@@ -11,6 +11,7 @@ from mxjax.cli.discover import study as studies
 from mxjax.cli.output import say
 from mxjax.discovery.studies import reproducing
 from mxjax.discovery.studies.arms import PAPER_STUDIES
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report.tables import markdown
 from mxjax.evaluation.tables import page, runner
 from mxjax.intake import texts
@@ -41,7 +42,7 @@ def _studies(names: Sequence[str], options: argparse.Namespace) -> int:
     shared.whole_list(options.study_seeds or ""),
   )
   if not options.out:
-    raise ValueError("reproduce: expected --out for the studies, got none; add it.")
+    raise ValueRefusal("reproduce", "--out for the studies", got="none")
   if options.plan:
     for name in names:
       studies.plan(name, settings)
@@ -77,9 +78,10 @@ def _models(studied: str | None) -> list[str]:
   if names == ["world"]:
     return []
   if len(names) != 2:
-    raise ValueError(
-      "reproduce: expected --studied world or MODEL,HELDOUT for a discovery table, got "
-      f"{studied or 'none'}; name the model that is searched and the one that is held "
-      "out."
+    raise ValueRefusal(
+      "reproduce",
+      expected="--studied world or MODEL,HELDOUT for a discovery table",
+      got=studied or "none",
+      mend="name the model that is searched and the one that is held out",
     )
   return names

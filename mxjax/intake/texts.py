@@ -7,6 +7,8 @@ import csv
 import difflib
 from collections.abc import Iterable
 
+from mxjax.errors import ValueRefusal
+
 
 def split(text: str) -> list[str]:
   """Splits a comma-separated list of names and drops empty ones.
@@ -17,27 +19,29 @@ def split(text: str) -> list[str]:
   return [name.strip() for name in names if name.strip()]
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-  """Returns `; did you mean X?` for a name close to a known one, otherwise ""."""
+def mend(name: str, known: Iterable[str]) -> str:
+  """Returns what to write for a name that is close to a known one, otherwise ""."""
   known = list(known)
   longer = [candidate for candidate in known if candidate.startswith(name)]
   close = longer or difflib.get_close_matches(name, known, n=1)
-  return f"; did you mean {close[0]}?" if close else ""
+  return f"write {close[0]} if that was meant" if close else ""
 
 
 def check(what: str, name: str, known: Iterable[str]) -> None:
   """Rejects an unknown name.
 
   Raises:
-    ValueError: The name is unknown; lists the known names, as `split` reads them, and
-      suggests a close one.
+    ValueError: The name is unknown; expects the known names, as `split` reads them, and
+      a close one to write.
   """
   known = tuple(known)
   if name not in known:
     known = tuple(f'"{each}"' if "," in each else each for each in known)
-    raise ValueError(
-      f"unknown {what} {name!r}{suggestion(name, known) or ';'} use one of "
-      f"{', '.join(known)}."
+    raise ValueRefusal(
+      what,
+      expected=f"one of {', '.join(known)}",
+      got=repr(name),
+      mend=mend(name, known),
     )
 
 

@@ -4,11 +4,13 @@ Their names are here without JAX, for the help texts of the command line.
 """
 
 import dataclasses
-import difflib
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from mxjax.errors import ValueRefusal
+from mxjax.intake import texts
 
 if TYPE_CHECKING:
   from mxjax.methods import program
@@ -102,9 +104,11 @@ def get(method: "str | program.Program") -> "program.Program":
   text, *settings = base.split(":")
   name = base_name(text)
   if name not in METHODS or (tuning and not tuning.startswith(":")):
-    raise ValueError(
-      f"methods: unknown method {method!r}; use one of {', '.join(METHODS)}, if you "
-      "like with +r or +tune behind it, or pass a Program."
+    raise ValueRefusal(
+      "methods",
+      expected=f"one of {', '.join(METHODS)}, if you like with +r or +tune behind it, "
+      "or a Program",
+      got=repr(method),
     )
   program = METHODS[name]
   if name != text:
@@ -128,22 +132,26 @@ def _checked(program: "program.Program") -> "program.Program":
     options.check(f"the tuning of {program.name}", program.tune)
   fits = [fit.name for fit in program.recover]
   if len({*fits}) < len(fits):
-    raise ValueError(
-      f"methods: expected each recovery fit of {program.name} once, got "
-      f"{' and '.join(fits)}; a later one would take the place of the first, so leave "
-      "one out."
+    raise ValueRefusal(
+      "methods",
+      expected=f"each recovery fit of {program.name} once, because a later one would "
+      "take the place of the first",
+      got=" and ".join(fits),
+      mend="leave one out",
     )
   return program
 
 
-def _with_options(place: str, options: Any, texts: Sequence[str]) -> Any:
+def _with_options(place: str, options: Any, settings: Sequence[str]) -> Any:
   """Returns a dataclass of options with some of them set; `place` is for messages."""
-  pairs = [_option(place, options, text) for text in texts]
+  pairs = [_option(place, options, text) for text in settings]
   keys = [key for key, _ in pairs]
   if twice := sorted({key for key in keys if keys.count(key) > 1}):
-    raise ValueError(
-      f"methods: expected each option of {place} once, got {', '.join(twice)} more "
-      "often; leave one out."
+    raise ValueRefusal(
+      "methods",
+      expected=f"each option of {place} once",
+      got=f"{', '.join(twice)} more often",
+      mend="leave one out",
     )
   return dataclasses.replace(options, **dict(pairs))
 
@@ -153,11 +161,12 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
   key, equals, value = text.partition("=")
   fields = {f.name for f in dataclasses.fields(program)} - {"name", "tune"}
   if not equals or key not in fields:
-    close = difflib.get_close_matches(key, fields, n=1)
-    raise ValueError(
-      f"methods: {place} has no option {text!r}; "
-      f"{f'did you mean {close[0]}? ' if close else ''}write one of "
-      f"{', '.join(sorted(fields))} as option=value."
+    known = sorted(fields)
+    raise ValueRefusal(
+      "methods",
+      expected=f"option=value of an option of {place} ({', '.join(known)})",
+      got=repr(text),
+      mend=texts.mend(key, known),
     )
   if key == "recover":
     from mxjax.methods.hires import stage3

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.methods.options import Share
 from mxjax.methods.program import Program, Realization
 from mxjax.numerics import mxfp4
@@ -28,13 +29,15 @@ from mxjax.pallas_kernels import gptq as gptq_kernel
 Order = Literal["natural", "activation"]
 
 
-def not_definite(inputs: LinearInputs, damping: float) -> ValueError:
+def not_definite(inputs: LinearInputs, damping: float) -> ValueRefusal:
   """Builds the error for a Hessian that no damping tried makes positive definite."""
   damping *= gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
-  return ValueError(
-    f"gptq: the Hessian of {inputs.tokens} tokens and width "
-    f"{inputs.blocks * mxfp4.BLOCK_SIZE} is not positive definite with damping up to "
-    f"{damping:g}; calibrate with more tokens and check the inputs for overflow."
+  return ValueRefusal(
+    "gptq",
+    expected=f"a Hessian that is positive definite with damping up to {damping:g}",
+    got=f"one that is not, of {inputs.tokens} tokens and width "
+    f"{inputs.blocks * mxfp4.BLOCK_SIZE}",
+    mend="calibrate with more tokens and check the inputs for overflow",
   )
 
 
@@ -162,10 +165,12 @@ class Gptq(Program):
 
   def __post_init__(self) -> None:
     if self.order == "activation" and self.scales != "static":
-      raise ValueError(
-        f"{self.name}: columns in order of activation need scales='static', got "
-        f"{self.scales!r}: a block whose columns are rounded at different times has no "
-        "moment to find its scale."
+      raise ValueRefusal(
+        self.name,
+        expected="scales=static for columns in order of activation, because a block "
+        "whose columns are rounded at different times has no moment to find its scale",
+        got=f"scales={self.scales}",
+        mend="correct one of the two",
       )
 
   @override

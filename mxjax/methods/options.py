@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from mxjax.errors import ValueRefusal
+
 Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 """A finite number of at least 0, such as a damping or a learning rate."""
 Fraction = Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)]
@@ -24,21 +26,23 @@ def choices(hint: Any) -> tuple[Any, ...]:
 
 def refusal(
   place: str, key: str, value: Any, default: Any, hint: Any, error: Any
-) -> ValueError:
+) -> ValueRefusal:
   """Builds the error for a value that an option cannot have.
 
   The default is shown as one writes it in a method's name.
   """
   shown = default if isinstance(default, str) else json.dumps(default)
   first = error.errors(include_url=False)[0]
-  reason = first["msg"].replace("Input", "a value")
+  expected = first["msg"].replace("Input should be", "a value that is")
   if first["type"] == "json_invalid":
-    reason = "values are written as in JSON"
+    expected = "a value written as in JSON"
   if known := choices(hint):
-    reason = f"a value should be one of {', '.join(map(str, known))}"
-  return ValueError(
-    f"methods: option {key} of {place} cannot be {value!r}: {reason}; its default is "
-    f"{shown}."
+    expected = f"one of {', '.join(map(str, known))}"
+  return ValueRefusal(
+    f"methods: option {key} of {place}",
+    expected=expected,
+    got=repr(value),
+    mend=f"leave it out for the default, {shown}",
   )
 
 

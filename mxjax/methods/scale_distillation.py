@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import errors
 from mxjax.calibration import gradients
 from mxjax.calibration.calibration import (
   CausalLanguageModel,
@@ -219,13 +220,11 @@ def check(layer: Params, model: CausalLanguageModel) -> None:
   """Checks that factors can fold into the maps of a layer, before all are quantized.
 
   Raises:
-    ValueError: A map mixes blocks; the message begins with its linear.
+    ValueError: A map mixes blocks; the place begins with its linear.
   """
   for (block, name), leaf in _quantized(layer, model).items():
-    try:
+    with errors.within(f"{block}/{name}"):
       ScaledInputs(leaf, jnp.ones(leaf.shape[1])).installed()
-    except ValueError as error:
-      raise ValueError(f"{block}/{name}: {error}") from error
 
 
 def install(layer: Params, own: Any, model: CausalLanguageModel) -> dict[str, Any]:

@@ -37,6 +37,12 @@ from jax.sharding import Mesh
 
 from mxjax.devices import processes
 from mxjax.devices.placement import Placement
+from mxjax.errors import (
+  BlockingIORefusal,
+  FileExistsRefusal,
+  FileNotFoundRefusal,
+  ValueRefusal,
+)
 from mxjax.intake.reading import TEXT_BYTES, refusing
 from mxjax.storage import atomic_io, sealed, tree_io
 
@@ -248,18 +254,18 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
   }
 
 
-def _told(differing: Mapping[str, Any]) -> str:
-  """Names every difference, of two mappings those of their values."""
-  texts = []
+def _told(differing: Mapping[str, Any]) -> tuple[str, str]:
+  """Names every difference, theirs and ours, of two mappings those of their values."""
+  theirs, ours = [], []
   for key, (had, new) in differing.items():
     parts = {key: [had, new]}
     if isinstance(had, Mapping) and isinstance(new, Mapping):
       parts = {f"{key} {part}": pair for part, pair in _differing(new, had).items()}
     for name, pair in parts.items():
-      both = [json.dumps(value, sort_keys=True) for value in pair]
-      before, now = [t if len(t) <= 200 else f"{t[:200]}..." for t in both]
-      texts.append(f"{name} {before}, not {now}")
-  return "; ".join(texts)
+      for values, value in zip((theirs, ours), pair, strict=True):
+        text = json.dumps(value, sort_keys=True)
+        values.append(f"{name} {text if len(text) <= 200 else f'{text[:200]}...'}")
+  return ", ".join(theirs), ", ".join(ours)
 
 
 class RunFolder:
@@ -303,9 +309,11 @@ class RunFolder:
     self._unsaved: list[dict[str, Any]] = []
     if read_only:
       if not (self.path / LOCK).is_file():
-        raise FileNotFoundError(
-          f"run folder: expected {self.path / LOCK}, which process 0 has made, got no "
-          "such file; name an --out that all processes see."
+        raise FileNotFoundRefusal(
+          f"run folder: {self.path}",
+          expected=f"a file {LOCK}, which process 0 has made",
+          got="none",
+          mend="name an --out that all processes see",
         )
       if (self.path / STATE).is_file():
         self._state = read_state(self.path)
@@ -335,18 +343,22 @@ class RunFolder:
       # A new file beside a state would let a second process in.
       lock = open(self.path / LOCK, "r+b" if (self.path / STATE).is_file() else "ab")
     except FileNotFoundError as error:
-      raise ValueError(
-        f"run folder: expected a file {LOCK} in {self.path}, got none, so another "
-        "process may be at work unseen; if there is none, make an empty file of that "
-        "name."
+      raise ValueRefusal(
+        f"run folder: {self.path}",
+        expected=f"a file {LOCK}",
+        got="none, so another process may be at work unseen",
+        mend="if no process is, make an empty file of that name",
       ) from error
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       lock.close()
-      raise BlockingIOError(
-        f"run folder: another process is at work in {self.path}; wait until it has "
-        "ended, or name another --out."
+      raise BlockingIORefusal(
+        f"run folder: {self.path}",
+        expected="no process at work in it",
+        got="another process",
+        mend="wait until it has ended, or name another --out",
+        errno=error.errno,
       ) from error
     return lock
 
@@ -358,9 +370,11 @@ class RunFolder:
     """Checks that the folder is in the state that it says, but for leftovers."""
     if (self.path / STATE).is_file():
       if not resume:
-        raise FileExistsError(
-          f"output: {self.path} has a run in it; go on with it by --resume, or name "
-          "another --out."
+        raise FileExistsRefusal(
+          f"output: {self.path}",
+          expected="an empty folder",
+          got="one with a run in it",
+          mend="go on with it by --resume, or name another --out",
         )
       self._state = read_state(self.path)
       del self._state["digest"]
@@ -370,9 +384,11 @@ class RunFolder:
       for name in _unexplained(self._unlisted(), self._state)
     ]
     if faults:
-      raise ValueError(
-        f"run folder: expected in {self.path} what {STATE} lists, got damage: "
-        f"{'; '.join(faults)}; nothing of it was used: {_MEND}."
+      raise ValueRefusal(
+        f"run folder: {self.path}",
+        expected=f"what {STATE} lists",
+        got=f"damage, of which nothing was used: {', '.join(faults)}",
+        mend=_MEND,
       )
 
   def _repair(self) -> None:
@@ -422,17 +438,23 @@ class RunFolder:
       self._save(version=VERSION, identity=identity, environment=environment)
       return []
     if wrong := _differing(identity, self._state["identity"]):
-      raise ValueError(
-        f"run folder: the run in {self.path} has {_told(wrong)}; resume with "
-        "the model, data and options it was started with, or name another --out."
+      theirs, ours = _told(wrong)
+      raise ValueRefusal(
+        f"run folder: {self.path}",
+        expected=f"a run of {theirs}",
+        got=f"one of {ours}",
+        mend="resume with the model, data and options it was started with, or name "
+        "another --out",
       )
     changed = _differing(environment, self._state["environment"])
     is_free = lambda key: key == "mesh" and environment.get("platform") == "cpu"
     if wrong := {key: changed[key] for key in changed if not is_free(key)}:
-      raise ValueError(
-        f"run folder: the run in {self.path} was started under {_told(wrong)}; the "
-        "layers to come could get other bits than under those of the finished ones: "
-        "go back to what it was started under, or start again with another --out."
+      theirs, ours = _told(wrong)
+      raise ValueRefusal(
+        f"run folder: {self.path}",
+        expected=f"to go on under {theirs}",
+        got=f"{ours}, under which the layers to come could get other bits",
+        mend="go back to what it was started under, or start again with another --out",
       )
     entry = {
       "layer": len(self.finished),

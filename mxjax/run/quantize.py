@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.devices import execution, processes
 from mxjax.devices.placement import ONE_DEVICE
+from mxjax.errors import ValueRefusal
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.run import sanity
@@ -63,7 +64,7 @@ def run(
     The quantized params, the record, and the float params that were quantized.
   """
   if save_every is not None and save_every < 1:
-    raise ValueError(f"quantize: expected save_every of at least 1, got {save_every}.")
+    raise ValueRefusal("quantize", "save_every of at least 1", got=save_every)
   setup = Setup.of(
     params,
     calib,

@@ -10,12 +10,17 @@ import numpy as np
 
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
+from mxjax.errors import FloatingPointRefusal
 
 SANITY_TOKENS, SANITY_EXAMPLES = 256, 8
 MAX_EXCESS_NATS = 2.5
 """Excess over the float model's loss that counts as collapse: perplexity times 12."""
 MIN_AGREEMENT = 0.05
 """Minimum share of positions where both models predict the same token."""
+_MEND = (
+  "look for the first layer with a large error in the report, or pass check=False to "
+  "keep the result anyway"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +49,14 @@ class SanityReport:
     if np.isfinite(excess) and excess <= MAX_EXCESS_NATS:
       if self.agreement >= MIN_AGREEMENT:
         return
-    raise FloatingPointError(
-      f"sanity: the model quantized by {name} collapsed: loss "
-      f"{self.quantized_loss:.3f} against {self.float_loss:.3f} nats, agreement "
-      f"{self.agreement:.1%} on {self.tokens} tokens; look for the first layer with a "
-      "large error in the report, or pass check=False to keep the result anyway."
+    raise FloatingPointRefusal(
+      "sanity",
+      expected=f"a loss of at most {self.float_loss + MAX_EXCESS_NATS:.3f} nats "
+      f"({self.float_loss:.3f} of the float model) and an agreement of at least "
+      f"{MIN_AGREEMENT:.1%}",
+      got=f"a model that collapsed under {name}: loss {self.quantized_loss:.3f}, "
+      f"agreement {self.agreement:.1%} on {self.tokens} tokens",
+      mend=_MEND,
     )
 
 
@@ -65,11 +73,12 @@ class OutputReport:
   def check(self, name: str) -> None:
     """Raises FloatingPointError if outputs of zero would not be farther away."""
     if not self.relative_error < 1:
-      raise FloatingPointError(
-        f"sanity: the model quantized by {name} collapsed: the squared error of its "
-        f"outputs is {self.relative_error:.3f} of their square on {self.examples} "
-        "examples; look for the first layer with a large error in the report, or pass "
-        "check=False to keep the result anyway."
+      raise FloatingPointRefusal(
+        "sanity",
+        expected="outputs whose squared error is below their square",
+        got=f"a model that collapsed under {name}: error {self.relative_error:.3f} of "
+        f"the square on {self.examples} examples",
+        mend=_MEND,
       )
 
 

@@ -21,6 +21,7 @@ from mxjax.calibration.calibration import (
 )
 from mxjax.calibration.store import params_digest
 from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.methods.by_rule import ByRule
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import Contract
@@ -103,19 +104,22 @@ class Setup:
         options exclude each other.
     """
     if mesh is not None and store is not None:
-      raise ValueError(
-        "quantize: expected a store or a mesh, got both; what a store holds was "
-        "computed by one device, so leave one of them out."
+      raise ValueRefusal(
+        "quantize",
+        expected="a store or a mesh",
+        got="both, but what a store holds was computed by one device",
+        mend="leave one of them out",
       )
     placement, program = Placement.of(mesh), methods.get(method)
     setup = cls(params, calib, program, contract, placement, probe=probe, store=store)
     if isinstance(calib.model, AnyModule):
       options = {"store": store, "into": into, "mesh": mesh}
       if given := [name for name, value in options.items() if value is not None]:
-        raise ValueError(
-          f"quantize: expected no {' or '.join(given)} beside a FlaxModel, got one; "
-          "only models with the members of CausalLanguageModel take it, so leave it "
-          "out."
+        raise ValueRefusal(
+          "quantize",
+          expected="beside a FlaxModel only what needs no CausalLanguageModel",
+          got=" and ".join(given),
+          mend="leave it out",
         )
       setup = _with_linears_found(setup, calib.model)
     else:
@@ -200,10 +204,12 @@ def _check_model(setup: Setup) -> None:
   """Checks that a model has what the pipeline and the program's recovery read."""
   model: Any = setup.model
   if missing := [name for name in MEMBERS if not hasattr(model, name)]:
-    raise TypeError(
-      f"quantize: expected the members of CausalLanguageModel, got a "
-      f"{type(model).__name__} without {', '.join(missing)}; wrap a Flax module of "
-      "your own as mxjax.FlaxModel(module=...), or give the model these members."
+    raise TypeRefusal(
+      "quantize",
+      expected="the members of CausalLanguageModel",
+      got=f"a {type(model).__name__} without {', '.join(missing)}",
+      mend="wrap a Flax module of your own as mxjax.FlaxModel(module=...), or give the "
+      "model these members",
     )
   program = setup.program
   if not program.recover:
@@ -217,11 +223,13 @@ def _check_model(setup: Setup) -> None:
     lacks += [f"the block {fit.block}"] if fit.block and fit.block not in layer else []
     lacking += [f"{fit.name} lacks {' and '.join(lacks)}"] if lacks else []
   if lacking:
-    raise ValueError(
-      f"quantize: expected in every layer what the recovery of {program.name} reads "
-      f"({', '.join(fit.name for fit in program.recover)}), got taps "
-      f"{', '.join(sorted(found))}: {'; '.join(lacking)}; add it, or pass "
-      "dataclasses.replace(program, recover=...) with the fits that the model has."
+    raise ValueRefusal(
+      "quantize",
+      expected=f"in every layer what the recovery of {program.name} reads "
+      f"({', '.join(fit.name for fit in program.recover)})",
+      got=f"taps {', '.join(sorted(found))}: {', '.join(lacking)}",
+      mend="add it, or pass dataclasses.replace(program, recover=...) with the fits "
+      "that the model has",
     )
 
 
@@ -231,11 +239,13 @@ def _check_targets(setup: Setup) -> None:
   names = list(dict.fromkeys(name for _, name in model.projection_taps))
   missing = [name for name in contract.targets if name not in names]
   if missing or not contract.targets or not model.num_layers:
-    raise ValueError(
-      f"quantize: expected each of Contract.targets ({', '.join(contract.targets)}) "
-      f"among the projections of the model's {model.num_layers} layers "
-      f"({', '.join(names) or 'none'}), got no {', '.join(missing) or 'target'}; pass "
-      "contract=mxjax.Contract(targets=...) with the projections to quantize."
+    raise ValueRefusal(
+      "quantize",
+      expected=f"each of Contract.targets ({', '.join(contract.targets)}) among the "
+      f"projections of the model's {model.num_layers} layers "
+      f"({', '.join(names) or 'none'})",
+      got=f"no {', '.join(missing) or 'target'}",
+      mend="pass contract=mxjax.Contract(targets=...) with the projections to quantize",
     )
 
 
@@ -248,17 +258,19 @@ def _check_weights(setup: Setup) -> None:
       weight = layer[block][name]["weight"]
       path = f"{layer_name}/{block}/{name}"
       if not isinstance(weight, (jax.Array, np.ndarray)):
-        complaints.append(f"{path} is already quantized")
+        complaints.append(f"{path}, already quantized")
         continue
       if weight.shape[-1] % size:
-        complaints.append(f"{path} has input width {weight.shape[-1]}")
+        complaints.append(f"{path} of input width {weight.shape[-1]}")
       if bad := int(streams.count_not_finite(weight)):
-        complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
+        complaints.append(f"{path} with {bad} NaN or inf of {weight.size} weights")
   if complaints:
-    raise ValueError(
-      f"quantize: every target needs a float weight, finite, with an input width that "
-      f"is a multiple of {size}; {'; '.join(complaints)}; mend the checkpoint or leave "
-      "these projections out of Contract.targets."
+    raise ValueRefusal(
+      "quantize",
+      expected="of every target a float weight, finite, with an input width that is a "
+      f"multiple of {size}",
+      got=", ".join(complaints),
+      mend="mend the checkpoint or leave these projections out of Contract.targets",
     )
 
 
@@ -303,10 +315,11 @@ def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]
         "differentiates the predictions of tokens (`+tune`, `weighting=fisher`)"
       )
     if obstacle:
-      raise ValueError(
-        f"quantize: the method {program.name} {obstacle}, expected one that needs only "
-        "the inputs of each linear of a FlaxModel; choose another, such as gptq or "
-        "hires."
+      raise ValueRefusal(
+        "quantize",
+        expected="a method that needs only the inputs of each linear of a FlaxModel",
+        got=f"{program.name}, which {obstacle}",
+        mend="choose another, such as gptq or hires",
       )
   unfit = sorted({fit.name for program in programs for fit in program.recover})
   kept = [dataclasses.replace(program, recover=()) for program in programs]

@@ -17,6 +17,7 @@ import optax
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
+from mxjax.errors import FloatingPointRefusal
 from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import PredictionDivergence, ScaleDistillation
 from mxjax.numerics.mxfp4 import PAPER_RULES
@@ -112,9 +113,11 @@ def distill_scales(
       example = gradients.Example(*examples[chunk], jnp.asarray(weight))
       result = gradients.gradients(objective, quantized, None, learned, [example])
       if not np.isfinite(result.shown):
-        raise FloatingPointError(
-          f"scale distillation: expected a finite divergence, got {result.shown} at "
-          f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=0.001."
+        raise FloatingPointRefusal(
+          "scale distillation",
+          expected="a finite divergence",
+          got=f"{result.shown} at step {len(losses) + 1} of {len(order)}",
+          mend="lower the rate, such as rate=0.001",
         )
       learned, state = _update(options, len(order), learned, state, result.own)
       losses.append(result.shown)

@@ -26,6 +26,7 @@ BUILT_IN = {
   errors.FileNotFoundRefusal: FileNotFoundError,
   errors.FileExistsRefusal: FileExistsError,
   errors.BlockingIORefusal: BlockingIOError,
+  errors.ConnectionRefusal: ConnectionError,
 }
 
 

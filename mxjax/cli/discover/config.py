@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mxjax.cli import options as shared
+from mxjax.errors import ValueRefusal
 from mxjax.intake import texts
 
 UNSET = ("help", "config")
@@ -76,12 +77,21 @@ class Parser(shared.Parser):
     try:
       table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-      raise ValueError(f"{path}: expected TOML in UTF-8: {error}.") from None
+      raise ValueRefusal(
+        path,
+        expected="TOML in UTF-8",
+        got=f"what does not read ({error})",
+        mend="correct the file",
+      ) from None
     known, mine, words = (self.holder or self).named(), self.named(), []
     for name, value in table.items():
       if name not in known:
-        near = texts.suggestion(name, known)
-        raise ValueError(f"{path}: unknown option {name!r}{near or '.'}")
+        raise ValueRefusal(
+          path,
+          expected="options of this command",
+          got=repr(name),
+          mend=texts.mend(name, known) or "leave it out",
+        )
       if name in mine:
         words += _option(path, name, value, mine[name])
     return words
@@ -110,7 +120,7 @@ def _option(path: str, name: str, value: Any, action: argparse.Action) -> list[s
       return [f"--{name}", *map(str, value)]
   elif isinstance(value, int | float | str) and not isinstance(value, bool):
     return [f"--{name}={value}"]
-  raise ValueError(f"{path}: {name}: expected {expected}, got {value!r}.")
+  raise ValueRefusal(f"{path}: {name}", expected, got=repr(value))
 
 
 def _json(path: str, name: str, value: Any) -> str:
@@ -118,7 +128,12 @@ def _json(path: str, name: str, value: Any) -> str:
     return json.dumps(value, allow_nan=False)
   except (TypeError, ValueError) as error:
     # TOML has dates, times and infinities, which JSON does not.
-    raise ValueError(f"{path}: {name}: {error}; write it as text.") from None
+    raise ValueRefusal(
+      f"{path}: {name}",
+      expected="what JSON can hold",
+      got=f"what it cannot ({error})",
+      mend="write it as text",
+    ) from None
 
 
 def text(resolved: Mapping[str, Any]) -> str:

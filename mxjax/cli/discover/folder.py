@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from mxjax.cli import options as shared
+from mxjax.errors import ValueRefusal
 
 
 def add_parser(verbs: Any) -> None:
@@ -93,5 +94,10 @@ def verify(options: argparse.Namespace) -> None:
     f"{audit.ledger} calls charged, {audit.executed} executed again"
   )
   if audit.complaints:
-    raise ValueError("verify: " + "; ".join(audit.complaints))
+    raise ValueRefusal(
+      f"verify: {options.folder}",
+      expected="a run in which everything holds",
+      got=", ".join(audit.complaints),
+      mend="do not trust it, or put back an intact copy of the folder",
+    )
   say("everything holds")

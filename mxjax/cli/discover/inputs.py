@@ -14,6 +14,7 @@ from mxjax.discovery.search.settings import SearchConfig
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.studies.study import StudyOptions
 from mxjax.discovery.tasks.ptq import programs
+from mxjax.errors import ValueRefusal
 
 LLM = ("llm", "cassette")
 PROPOSERS: Mapping[str, tuple[str, ...]] = {
@@ -54,9 +55,11 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   }
   given = {name: value for name, value in named.items() if value}
   if given and options.task in tasks.WORLDS:
-    raise ValueError(
-      f"discover: expected no model or dtype for --task {options.task}, got "
-      f"{', '.join(map(str, given.values()))}; leave it out, or use --task ptq."
+    raise ValueRefusal(
+      "discover",
+      expected=f"no model or dtype for --task {options.task}",
+      got=", ".join(map(str, given.values())),
+      mend="leave it out, or use --task ptq",
     )
   spec |= given
   config = {
@@ -98,9 +101,11 @@ def _task_options(text: str) -> dict[str, Any]:
     values = error
   if not isinstance(values, dict):
     told = f"{text[:80]!r}" + (f": {values}" if isinstance(values, ValueError) else "")
-    raise ValueError(
-      f"discover: expected a JSON object in --task-options, got {told}; write one in "
-      """single quotes, such as '{"objective": "kl"}'."""
+    raise ValueRefusal(
+      "discover",
+      expected="a JSON object in --task-options",
+      got=told,
+      mend="""write one in single quotes, such as '{"objective": "kl"}'""",
     )
   return values
 
@@ -113,9 +118,12 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
   """
   for name, kinds in PROPOSERS.items():
     if getattr(options, name) and options.proposer not in kinds:
-      raise ValueError(
-        f"discover: --{name.replace('_', '-')} is for --proposer {' or '.join(kinds)}, "
-        f"got {options.proposer}; leave it out."
+      option = f"--{name.replace('_', '-')}"
+      raise ValueRefusal(
+        "discover",
+        expected=f"--proposer {' or '.join(kinds)} beside {option}",
+        got=options.proposer,
+        mend=f"leave {option} out",
       )
   proposer: dict[str, Any] = {"kind": options.proposer}
   if options.contested_accounts:
@@ -125,7 +133,11 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
   if options.proposer not in LLM:
     return proposer
   if options.proposer == "cassette" and not options.cassette:
-    raise ValueError("discover: cassette needs --cassette, the file to replay.")
+    raise ValueRefusal(
+      "discover",
+      expected="--cassette with the file to replay for --proposer cassette",
+      got="none",
+    )
   single = {
     "base_url": options.endpoint,
     "model": options.endpoint_model,
@@ -134,19 +146,28 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
   single = {name: value for name, value in single.items() if value is not None}
   if options.endpoints:
     if single:
-      raise ValueError(
-        "discover: --endpoints has each address, model and prices; leave out "
-        "--endpoint, --endpoint-model and --prices."
+      raise ValueRefusal(
+        "discover",
+        expected="--endpoints, which has each address, model and prices, alone",
+        got=" and ".join(map(str, single.values())),
+        mend="leave out --endpoint, --endpoint-model and --prices",
       )
     proposer["endpoints"] = weighted.endpoints(options.endpoints)
   elif options.proposer == "llm" and not {"base_url", "model"} <= single.keys():
-    raise ValueError(
-      "discover: llm needs --endpoint and --endpoint-model, or --endpoints."
+    raise ValueRefusal(
+      "discover",
+      expected="--endpoint and --endpoint-model, or --endpoints, for --proposer llm",
+      got="one of the first two" if {"base_url", "model"} & {*single} else "none",
     )
   proposer |= single
   priced = [one.get("prices") for one in proposer.get("endpoints", [proposer])]
   if options.max_cost is not None and not all(priced):
-    raise ValueError("discover: --max-cost needs the prices of every endpoint.")
+    raise ValueRefusal(
+      "discover",
+      expected="the prices of every endpoint for --max-cost",
+      got=f"those of {len([*filter(None, priced)])} of {len(priced)}",
+      mend="give them, or leave --max-cost out",
+    )
   return proposer | {
     "cassette": options.cassette,
     "tokenizer": options.tokenizer,
@@ -164,8 +185,10 @@ def _program(name: str) -> str:
   if path.is_file():
     return path.read_text()
   if name not in programs.NAMES:
-    raise ValueError(
-      f"discover: --start: expected a file, {', '.join(programs.NAMES)}, got {name!r}."
+    raise ValueRefusal(
+      "discover: --start",
+      expected=f"a file, {', '.join(programs.NAMES)}",
+      got=repr(name),
     )
   return programs.source(name)
 
@@ -198,15 +221,20 @@ def study_options(
     for name, default in OWN_OF_STUDY.items()
     if (value := getattr(parsed, name)) != default
   ]:
-    raise ValueError(
-      "study: a study has its own arms, of one proposal from each state, seeds, "
-      f"accounting and held-out marks; leave out {' and '.join(given)}."
+    raise ValueRefusal(
+      "study",
+      expected="what is a study's own (arms, of one proposal from each state, seeds, "
+      "accounting, held-out marks) not as options of a run",
+      got=" and ".join(given),
+      mend="leave it out",
     )
   proposer = run.proposer
   if proposer["kind"] != "embedded" and parsed.sandbox == "off":
-    raise ValueError(
-      f"study: programs of {proposer['kind']} run in a sandbox; use --sandbox "
-      f"{LEVELS[0]}."
+    raise ValueRefusal(
+      "study",
+      expected=f"a sandbox for programs of {proposer['kind']}",
+      got="--sandbox off",
+      mend=f"use --sandbox {LEVELS[0]}",
     )
   return StudyOptions(
     task=spec,

@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from mxjax import errors
 from mxjax.cli.discover import config
 from mxjax.cli.discover.options import add_limits, add_task, add_workers
 
@@ -122,10 +123,8 @@ def _fitting(options: "RunOptions") -> "Task":
   if search.screen is not None:
     runs.proxy_of(task)
   if search.start:
-    try:
+    with errors.within("discover: --start"):
       candidate_source.admit(search.start, task.interface)
-    except candidate_source.RejectedError as error:
-      raise ValueError(f"discover: --start: {error}") from error
   return task
 
 

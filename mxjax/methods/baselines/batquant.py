@@ -30,6 +30,7 @@ from typing_extensions import override
 from mxjax.calibration import gradients
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Count, Positive
 from mxjax.methods.program import Realization, Shaping
@@ -178,9 +179,11 @@ class BatQuant(Gptq):
         first, last = (float(loss) if step == 0 else first), float(loss)
       condition = _condition(learnable)
     if not condition <= MAX_CONDITION:
-      raise ValueError(
-        f"{self.name}: the learned map has condition number {condition:.3g}, expected "
-        f"at most {MAX_CONDITION:g}; train fewer steps or on more tokens."
+      raise ValueRefusal(
+        self.name,
+        expected=f"a learned map of condition number at most {MAX_CONDITION:g}",
+        got=f"{condition:.3g}",
+        mend="train fewer steps or on more tokens",
       )
     record = {"learning_losses": [first, last], "map_condition": condition}
     return Trained(learnable, record)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.errors import ValueRefusal
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Positive
 from mxjax.methods.program import Shaping
@@ -47,9 +48,11 @@ class BlockRotation(Gptq):
     width = weight.shape[0] * mxfp4.BLOCK_SIZE
     size = next((size for size in self.sizes if width % size == 0), None)
     if size is None:
-      raise ValueError(
-        f"{self.name}: no Hadamard of {self.sizes} divides the width {width}; add "
-        f"{mxfp4.BLOCK_SIZE} to sizes."
+      raise ValueRefusal(
+        self.name,
+        expected=f"a Hadamard size that divides the width {width}",
+        got=f"sizes {self.sizes}",
+        mend=f"add {mxfp4.BLOCK_SIZE} to sizes",
       )
     record = {"hadamard_size": size}
     if self.signs is None:

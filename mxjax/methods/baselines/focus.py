@@ -50,8 +50,9 @@ class _Distillation(gradients.Objective):
 
   top: int
 
+  @override
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """See `Objective.layer`; relaxes W4 weights, and rounds A4 straight-through."""
+    """Relaxes W4 weights, and rounds A4 straight-through."""
     leaves = {}
     for path, learned in own.items():
       block, name = path.split("/")

@@ -11,6 +11,7 @@ from typing import Literal
 import jax
 
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.errors import ValueRefusal
 from mxjax.methods.hires import stage1, stage2
 from mxjax.methods.hires.stage3 import ATTENTION, MLP
 from mxjax.methods.options import Share
@@ -46,9 +47,11 @@ class HiRes(Program):
 
   def __post_init__(self) -> None:
     if self.weights == "rtn" and self.damping != gptq.DAMPING:
-      raise ValueError(
-        f"{self.name}: weights=rtn rounds to nearest and would ignore "
-        f"damping={self.damping}; use weights=gptq, or leave damping out."
+      raise ValueRefusal(
+        self.name,
+        expected="no damping for weights=rtn, which rounds to nearest",
+        got=f"damping={self.damping}",
+        mend="use weights=gptq, or leave damping out",
       )
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.methods.gptq import conjugated, reconstruct
 from mxjax.methods.hires import stage1, stage2
 from mxjax.methods.hires.stage3 import ATTENTION, MLP
@@ -87,19 +88,25 @@ class HiResNext(Program):
 
   def __post_init__(self) -> None:
     if self.two_sided and self.weighting != "fisher":
-      raise ValueError(
-        f"{self.name}: two_sided=true needs the gradients of weighting=fisher, got "
-        f"weighting={self.weighting}; give both."
+      raise ValueRefusal(
+        self.name,
+        expected="weighting=fisher for two_sided=true, which needs its gradients",
+        got=f"weighting={self.weighting}",
+        mend="give both",
       )
     if self.changes and self.rounding != "full":
-      raise ValueError(
-        f"{self.name}: changes={self.changes} refines activations and would ignore "
-        f"rounding={self.rounding}; leave one of them out."
+      raise ValueRefusal(
+        self.name,
+        expected=f"no rounding for changes={self.changes}, which has a rule of its own",
+        got=f"rounding={self.rounding}",
+        mend="leave one of them out",
       )
     if self.rounds_up and not self.changes:
-      raise ValueError(
-        f"{self.name}: rounds_up=true is an option of the rule of a few codes, got "
-        "changes=0; give changes=1 or more."
+      raise ValueRefusal(
+        self.name,
+        expected="changes=1 or more for rounds_up=true",
+        got="changes=0, which has no rule of a few codes",
+        mend="give it, or leave rounds_up out",
       )
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:

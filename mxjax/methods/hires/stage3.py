@@ -14,9 +14,11 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.layers.linear import add_bias, linear
 from mxjax.methods.recovery import RecoveryFit, Sample, State, Taps
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
@@ -42,13 +44,14 @@ class AttentionFit(RecoveryFit):
     zeros = execution.float64_zeros(*[(heads,)] * 6)
     return (), value_recovery.ValueMoments(*zeros)
 
+  @override
   def measure(self, moments: Any, sample: Sample) -> Any:
-    """See `RecoveryFit.measure`; pairs realized with float value outputs."""
+    """Pairs realized with float value outputs."""
     new = value_recovery.moments(sample.taps["value"], sample.float_taps["value"])
     return jax.tree.map(lambda a, b: a + b, moments, new)
 
+  @override
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """See `RecoveryFit.solve`."""
     fit = value_recovery.solve(moments)
     before, after = value_recovery.errors(moments, fit)
     return _float32(fit), {
@@ -81,8 +84,9 @@ class MlpFit(RecoveryFit):
       mlp_recovery.CellMoments(*cell_sums),
     )
 
+  @override
   def measure(self, moments: Any, sample: Sample) -> Any:
-    """See `RecoveryFit.measure`; a cell is (sequence residue, quarter of positions)."""
+    """A cell is (sequence residue, quarter of positions)."""
     gate_sums, cells = moments
     taps, float_mlp = sample.taps, sample.float_layer["mlp"]
     targets = [
@@ -95,8 +99,8 @@ class MlpFit(RecoveryFit):
     sums = mlp_recovery.gate_moments(taps["gate"])
     return jax.tree.map(lambda a, b: a + b, gate_sums, sums), add
 
+  @override
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """See `RecoveryFit.solve`."""
     gate_sums, by_cell = moments
     cells = _flat(by_cell)
     deviation = mlp_recovery.gate_deviation(gate_sums)
@@ -158,9 +162,11 @@ def named(label: str) -> RecoveryFit:
   name, _, on = label.partition("-")
   states = get_args(State)
   if name not in _FITS or (on or "current") not in states:
-    raise ValueError(
-      f"methods: unknown recovery {label!r}; write none, or attention and mlp joined "
-      f"by +, each with -{' or -'.join(states[1:])} behind it if you like."
+    raise ValueRefusal(
+      "methods: recover",
+      expected=f"none, or {' and '.join(_FITS)} joined by +, each with "
+      f"-{' or -'.join(states[1:])} behind it if you like",
+      got=repr(label),
     )
   return _FITS[name](on or "current")  # pyright: ignore[reportArgumentType]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
-from mxjax.errors import ValueRefusal
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
@@ -88,7 +88,7 @@ class ActivationQuantizer:
 
     Returns the decoded A4 values, float32, same shape.
     """
-    raise NotImplementedError(f"{type(self).__name__}.round_mapped is not defined.")
+    raise NotImplementedRefusal(type(self).__name__, "its own round_mapped", got="none")
 
   def round(
     self,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
-from mxjax.errors import ValueRefusal
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.numerics import mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.precision import HIGHEST, block_products
@@ -41,15 +41,15 @@ class InputMap:
 
   def apply(self, blocks: jax.Array) -> jax.Array:
     """Maps inputs `[blocks, 32, n]`, feature-major, to the new coordinates."""
-    raise NotImplementedError(f"{type(self).__name__}.apply is not defined.")
+    raise NotImplementedRefusal(type(self).__name__, "its own apply", got="none")
 
   def fold(self, blocks: jax.Array) -> jax.Array:
     """Maps weights `[blocks, 32, m]`, feature-major, by the inverse transpose."""
-    raise NotImplementedError(f"{type(self).__name__}.fold is not defined.")
+    raise NotImplementedRefusal(type(self).__name__, "its own fold", got="none")
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
     """Maps a second moment `[d, d]` of inputs to T H T^T."""
-    raise NotImplementedError(f"{type(self).__name__}.conjugate is not defined.")
+    raise NotImplementedRefusal(type(self).__name__, "its own conjugate", got="none")
 
   def block_matrices(self) -> jax.Array | None:
     """Returns the map as one matrix per block, for kernels that apply it.

@@ -273,10 +273,10 @@ def test_mistakes_are_one_line(refused):
   of_a = ("--models", "a")
   for words, message in (
     (["stages"], "expected --models to build, or --results to read, got none"),
-    (["stage", *of_a], "did you mean stages?"),
+    (["stage", *of_a], "write stages if"),
     (["stages", *of_a], "expected --out for what is built"),
     (["stages", "--models", "x/a,y/a", "--out", "o"], "models of different names"),
-    (["stages", *of_a, "--without", "locl"], "did you mean local?"),
+    (["stages", *of_a, "--without", "locl"], "write local if"),
     (["all", *of_a, "--without", '"K=0, D=I"'], "expected --out for what"),
     (["all", *of_a, "--without", "K"], ' "K=0, D=I",'),
   ):

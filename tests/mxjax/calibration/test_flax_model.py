@@ -398,5 +398,5 @@ def test_a_collapsed_module_fails_loudly(linen):
     def quantize_linear(self, weight, inputs):
       return super().quantize_linear(30 * weight, inputs)
 
-  with pytest.raises(FloatingPointError, match="broken collapsed: the squared error"):
+  with pytest.raises(FloatingPointError, match="collapsed under broken: error"):
     linen(Encoder(), Broken(name="broken"))

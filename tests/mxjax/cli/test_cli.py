@@ -236,7 +236,7 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
     assert of_float["perplexity"]["text"]["mean"] == mean
   resumed = arguments(folder, tmp_path / "float32", "--method", "rtn", "--resume")
   told = refused("quantize", *resumed)
-  assert 'run has model dtype "float32", not "bfloat16"; resume with' in told
+  assert 'model dtype "float32", got one of model dtype "bfloat16"; resume with' in told
   both = ["compare", *arguments(folder, tmp_path / "both", "--methods", "rtn")]
   assert mxjax(*both)[0]["dtype"] == "bfloat16"
   told = refused(*both, "--dtype", "float32")

@@ -47,13 +47,13 @@ REFUSED = {
     ("--chunk 0", "of at least 1, got '0'"),
     ("--seed -1", "of at least 0, got '-1'"),
     ("--save-every x", "of at least 1, got 'x'"),
-    ("--metod rtn", "--metod; did you mean --method?"),
-    ("--sampling window", "did you mean windows?"),
-    ("--method awq", "unknown method 'awq'"),
-    ("--method gtpq:scales=static", "did you mean gptq?"),
-    ("--method gptq:scale=static", "did you mean scales?"),
-    ("--calib absent.txt", "absent.txt is neither a file nor one of"),
-    ("--calib model/text.txt --sequences 500", "need 16000 tokens"),
+    ("--metod rtn", "--metod; write --method if"),
+    ("--sampling window", "write windows if"),
+    ("--method awq", "got 'awq'"),
+    ("--method gtpq:scales=static", "write gptq if"),
+    ("--method gptq:scale=static", "write scales if"),
+    ("--calib absent.txt", "absent.txt: expected a file or one of"),
+    ("--calib model/text.txt --sequences 500", "expected 16000 tokens"),
     ("--processes 2", "expected --distributed beside --processes"),
   ],
   "evaluate": [
@@ -62,19 +62,15 @@ REFUSED = {
     ("run --tasks c4 --windows 2", "expected no --tasks beside --windows"),
     ("run --tasks c4 --agreement", "expected no --tasks beside --agreement"),
     ("run --tasks c4 --task-windows 0", "of at least 1, got '0'"),
-    ("run --tasks piqaa", "did you mean piqa?"),
+    ("run --tasks piqaa", "write piqa if"),
     ("run --model model", "expected --operator-error or --agreement beside"),
-    ("run --operator-error", "whose name is model, got none; add it."),
+    ("run --operator-error", "float model of run, model, got none."),
     (
       "run --agreement --model other --windows 2 --window-length 32",
       "got other of another num_layers;",
     ),
     ("model --agreement", "expected a folder written by `quantize` to compare"),
-    ("run --storage int8", "unknown storage 'int8'; did you mean int8-embeddings?"),
-    (
-      "run --storage int8-embeddings,mxfp4-embeddings",
-      "expected one kind of embeddings",
-    ),
+    ("run --storage int8", "got 'int8'; write int8-embeddings if"),
     ("run --storage float8-products --mesh data=1", "--mesh without --storage"),
   ],
   "export": [
@@ -82,20 +78,23 @@ REFUSED = {
     ("run --format dequant --shard-gb 0", "above 0, got 0.0"),
     (
       "run --format transformers --dtype float32",
-      "expected --dtype beside --format dequant, got transformers",
+      "expected --format dequant beside --dtype, got transformers",
     ),
     ("run --format safetensors --drop maps", "expected --drop of what the model has"),
-    ("run --format dequant --transforms", "is for --format compressed-tensors"),
+    (
+      "run --format dequant --transforms",
+      "beside --transforms, got dequant",
+    ),
     ("run --format dequant --drop beauty", "got beauty"),
   ],
   "compare": [
     ("model --methods ,", "expected at least one name"),
-    ("model --methods rtn,hire", "did you mean hires?"),
-    ("model --scale-rules flor", "did you mean floor?"),
+    ("model --methods rtn,hire", "write hires if"),
+    ("model --scale-rules flor", "write floor if"),
   ],
   "reproduce": [
     ("main --models model --plan --seeds 0,x", "of at least 0, got 'x'"),
-    ("stage", "did you mean stages?"),
+    ("stage", "write stages if"),
   ],
   "generate": [
     ("run --prompt a --top-k 0", "of at least 1, got '0'"),
@@ -134,8 +133,8 @@ def test_what_cannot_be_meant_is_refused(command, place, refuses):
 def test_a_misspelled_command_is_answered_with_the_near_one(refuses):
   refuses(
     [
-      ("quantise", "did you mean quantize?"),
-      ("discover run --seeed 1", "--seeed; did you mean --seed?"),
+      ("quantise", "write quantize if"),
+      ("discover run --seeed 1", "--seeed; write --seed if"),
     ]
   )
 

@@ -238,7 +238,7 @@ def test_killed_processes_go_on_to_the_same_checkpoint(tmp_path, mxjax, refused)
     assert next(layers_of(second)) >= 1
     # While it holds the folder, here at rest, nobody else gets in.
     second.send_signal(signal.SIGSTOP)
-    assert "another process is at work in" in json.loads(refused(*quantize))["message"]
+    assert "got another process; wait" in json.loads(refused(*quantize))["message"]
     second.send_signal(signal.SIGINT)
     second.send_signal(signal.SIGCONT)
     seen = list(events(second))

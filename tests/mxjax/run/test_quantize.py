@@ -275,13 +275,13 @@ class TestBadInputs:
     odd = CausalLM(dataclasses.replace(tiny_config, intermediate_size=80))
     shapes = jax.eval_shape(odd.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
     params = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), shapes["params"])
-    with pytest.raises(ValueError, match="layers_0/mlp/down_proj has input width 80"):
+    with pytest.raises(ValueError, match="layers_0/mlp/down_proj of input width 80"):
       mxjax.quantize(params, dataclasses.replace(tiny_calib, model=odd))
 
   def test_a_nan_weight_leaves_nothing_behind(self, params, tiny_calib, tmp_path):
     path = "layers_1/mlp/up_proj/weight"
     bad = replaced(params, path, at(params, path).at[3, 4].set(jnp.nan))
-    with pytest.raises(ValueError, match="layers_1/mlp/up_proj has 1 NaN or inf"):
+    with pytest.raises(ValueError, match="layers_1/mlp/up_proj with 1 NaN or inf"):
       mxjax.quantize(bad, tiny_calib, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -305,7 +305,7 @@ class TestBadInputs:
       quantize(run_dir=tmp_path)
 
   def test_an_unknown_method(self, quantize):
-    with pytest.raises(ValueError, match="unknown method 'awq'"):
+    with pytest.raises(ValueError, match="got 'awq'"):
       quantize("awq")
 
   @pytest.mark.parametrize(
@@ -346,5 +346,5 @@ class TestBadInputs:
         broken = dataclasses.replace(leaf.weight, codes=codes)
         return LinearResult(dataclasses.replace(leaf, weight=broken), record)
 
-    with pytest.raises(FloatingPointError, match="broken collapsed"):
+    with pytest.raises(FloatingPointError, match="collapsed under broken: loss"):
       mxjax.quantize(params, tiny_calib, Broken(name="broken"))
