@@ -81,7 +81,7 @@ def train_tokenizer(text, size):
     show_progress=False,
   )
   backend.train_from_iterator(text.split("\n\n"), trainer)
-  return Tokenizer(backend, bos_id=None, eos_id=0)
+  return Tokenizer.from_backend(backend, eos_id=0)
 
 
 def hf_config(options):

@@ -16,8 +16,6 @@ from mxjax.evaluation.provenance import made_by
 from mxjax.evaluation.tasks import seven_tasks
 from mxjax.storage import atomic_io, checkpoint
 
-ROTATING = ("spinquant",)
-"""Methods whose linears have other coordinates than those of the float model."""
 SHAPE = (
   "vocab_size",
   "hidden_size",
@@ -120,7 +118,8 @@ def _check_float_model(
       mend="name the model that was quantized",
     )
   method = methods.base_name((manifest["program"] or {}).get("name", ""))
-  if evaluation.operator_error and method in ROTATING:
+  program = methods.METHODS.get(method)
+  if evaluation.operator_error and program and program.rotates_model:
     raise ValueRefusal(
       "evaluate",
       expected="--operator-error of linears in the float model's coordinates",

@@ -3,7 +3,6 @@
 import pathlib
 from typing import Any
 
-from mxjax.models import families
 from mxjax.models.config import ModelConfig, RopeScaling
 from mxjax.models.generation import generate
 from mxjax.models.loading import gguf, hub, weights
@@ -63,12 +62,9 @@ def open_pretrained(
   except that NaN and inf are detected only when a layer is read.
   """
   dtype = dtype or default_dtype(source)
-  config = load_config(source, dtype=dtype) if hub.is_id(source) else None
   path = hub.resolve(source)
-  if path.is_dir():
-    params = weights.open_folder(path, dtype=dtype, config=config)
-  else:
-    params = gguf.open_file(path, dtype=dtype)
+  open_ = weights.open_folder if path.is_dir() else gguf.open_file
+  params = open_(path, dtype=dtype)
   return CausalLM(params.config), params
 
 
@@ -80,9 +76,7 @@ def load_config(
   Arguments and errors are as in `from_pretrained`; `source` may be a `config.json`.
   """
   dtype = dtype or default_dtype(source)
-  if hub.is_id(source):
-    return families.from_hf_config(hub.config(str(source)), dtype=dtype)
-  path = hub.resolve(source)
+  path = hub.resolve(source, with_weights=False)
   if path.suffix == ".gguf":
     return gguf.open_file(path, dtype=dtype).config
   return weights.read_config(path, dtype=dtype)
@@ -93,10 +87,8 @@ def load_tokenizer(source: str | pathlib.Path | None = None) -> Tokenizer:
 
   Raises:
     FileNotFoundError: The model does not exist, or it has no tokenizer.
-    NotImplementedError: The GGUF file uses an unsupported pre-tokenizer, or the hub's
+    NotImplementedError: The GGUF file uses an unsupported pre-tokenizer, or the
       tokenizer is none that `tokenizers` can run.
   """
-  if hub.is_id(source):
-    return Tokenizer.from_hub(str(source))
-  path = hub.resolve(source)
+  path = hub.resolve(source, with_weights=False)
   return Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_gguf(path)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ def generate(
   top_k: int | None = None,
   top_p: float | None = None,
   key: jax.Array | None = None,
-  eos_id: int | None = None,
+  eos_id: int | Collection[int] | None = None,
   use_cache: bool = False,
   tokens_at_once: int | None = None,
 ) -> jax.Array:
@@ -50,7 +50,8 @@ def generate(
     top_k: Sample only among the k most likely tokens.
     top_p: Sample only among the fewest tokens whose total probability reaches this.
     key: Random key, required when `temperature` is positive.
-    eos_id: Token after which a row is padded with this token, or None.
+    eos_id: Token, or tokens such as `model.config.eos_ids`, that end a row; the rest
+      of it is the first of them. None ends no row.
     use_cache: Whether to keep the keys and values of past tokens in memory.
     tokens_at_once: With a cache, tokens per row that one program generates; the tokens
       do not depend on it. None takes `TOKENS_AT_ONCE` on a GPU, and elsewhere runs
@@ -67,10 +68,11 @@ def generate(
   ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
   if tokens_at_once is not None and tokens_at_once < 1:
     raise ValueRefusal("generate", expected="tokens_at_once >= 1", got=tokens_at_once)
+  ends = _ends(eos_id, model.config.vocab_size)
   if tokens_at_once is None:
     tokens_at_once = TOKENS_AT_ONCE if jax.default_backend() == "gpu" else 1
   if use_cache and tokens_at_once > 1 and max_new_tokens > 1:
-    how = _How(temperature, top_k, top_p, key, eos_id)
+    how = _How(temperature, top_k, top_p, key, ends)
     return _in_programs(model, params, ids, max_new_tokens, tokens_at_once, how)
   buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
@@ -83,13 +85,27 @@ def generate(
       logits, cache = next_logits(model, params, cache, buffer[:, seen:position])
       seen = position
     newest = choose(logits, position, temperature, top_k, top_p, key)
-    if eos_id is not None:
-      newest = jnp.where(is_done, eos_id, newest)
-      is_done |= newest == eos_id
+    if ends is not None:
+      newest = jnp.where(is_done, ends[0], newest)
+      is_done |= _is_end(newest, ends)
       if bool(is_done.all()):
-        return buffer.at[:, position:].set(jnp.full((batch, 1), eos_id, jnp.int32))
+        buffer = buffer.at[:, position].set(newest)
+        return buffer.at[:, position + 1 :].set(ends[0])
     buffer = buffer.at[:, position].set(newest)
   return buffer
+
+
+def _ends(eos_id: int | Collection[int] | None, vocabulary: int) -> jax.Array | None:
+  """Returns the ids that end a row, int32 `[E]`, or None."""
+  ids = () if eos_id is None else eos_id
+  ids = [*ids] if isinstance(ids, Collection) else [ids]
+  if not ids:
+    return None
+  return jnp.asarray(token_ids(ids, "generate: eos_id", vocabulary=vocabulary))
+
+
+def _is_end(tokens: jax.Array, ends: jax.Array) -> jax.Array:
+  return (tokens[:, None] == ends[None]).any(axis=-1)
 
 
 class _How(NamedTuple):
@@ -99,7 +115,7 @@ class _How(NamedTuple):
   top_k: int | None
   top_p: float | None
   key: jax.Array | None
-  eos_id: int | None
+  ends: jax.Array | None
 
 
 class _Decoding(NamedTuple):
@@ -128,12 +144,14 @@ def _in_programs(
   cache = _cache_of(model, batch, start + programs * at_once)
   logits, cache = next_logits(model, params, cache, ids)
   newest = choose(logits, start, *how[:4])
-  is_done = jnp.zeros(batch, bool) if how.eos_id is None else newest == how.eos_id
+  is_done = jnp.zeros(batch, bool)
+  if how.ends is not None:
+    is_done = _is_end(newest, how.ends)
   state, made = _Decoding(cache, newest, is_done, jnp.int32(start + 1)), [newest[None]]
   traced = how._replace(key=None if how.temperature == 0 else how.key, top_k=None)
   for _ in range(programs):
-    if how.eos_id is not None and bool(state.is_done.all()):
-      made.append(jnp.full((count, batch), how.eos_id, jnp.int32))
+    if how.ends is not None and bool(state.is_done.all()):
+      made.append(jnp.full((count, batch), how.ends[0], jnp.int32))
       break
     state, tokens = _run_tokens(model, params, state, traced, at_once, how.top_k)
     made.append(tokens)
@@ -167,9 +185,9 @@ def _run_tokens(
     logits = model.logits(params, hidden)[:, -1]
     newest = _choose(logits, state.position, how.temperature, top_k, *how[2:4])
     is_done = state.is_done
-    if how.eos_id is not None:
-      newest = jnp.where(is_done, how.eos_id, newest)
-      is_done |= newest == how.eos_id
+    if how.ends is not None:
+      newest = jnp.where(is_done, how.ends[0], newest)
+      is_done |= _is_end(newest, how.ends)
     return _Decoding(cache, newest, is_done, state.position + 1), newest
 
   return jax.lax.scan(step, state, None, length=count)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.errors import ValueRefusal
+from mxjax.intake.token_ids import token_ids
 from mxjax.models import generation
 from mxjax.models.transformer import CausalLM
 
@@ -94,6 +95,7 @@ def stream(
   Raises:
     ValueError: An argument is out of range, or the prompt leaves no room in the cache.
   """
+  ids = np.asarray(token_ids(ids, "generate", vocabulary=cache.model.config.vocab_size))
   room = cache.limit - len(ids)
   if room < 1:
     raise ValueRefusal(

@@ -1,67 +1,109 @@
-"""Tokenizers built from a GGUF vocabulary or a `tokenizer.json`."""
+"""Tokenizers as `transformers` loads them from a folder, or built from a GGUF file."""
 
-import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pydantic
 
-from mxjax.errors import NotImplementedRefusal
+from mxjax.errors import FileNotFoundRefusal, NotImplementedRefusal, ValueRefusal
 from mxjax.intake.reading import read_bytes, read_json, refusing
 from mxjax.intake.token_ids import token_ids
-from mxjax.models.loading import gguf, hub
+from mxjax.models.families.hf_config import check_sizes, quiet_transformers
+from mxjax.models.loading import gguf
 
 if TYPE_CHECKING:
   import tokenizers
+  import transformers
 
 PRE_TOKENIZERS = ("smollm",)
 """Supported values of `tokenizer.ggml.pre`."""
-CONTROL_TOKEN = 3
-"""GGUF token type of special tokens."""
+CONTROL_TOKEN, USER_TOKEN = 3, 4
+"""GGUF token types of special tokens, and of others that are never split."""
+FILE = "tokenizer.json"
+OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Tokenizers that `transformers` converts, some with the help of sentencepiece."""
+CONFIG = "config.json"
+"""Its `model_type` has a say in what tokenizer it is."""
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+SAVE = "save the fast tokenizer of the model there"
+PROBES = ("a", "the", "0", " ", "\n")
+"""Texts of which a tokenizer should know one."""
 
 
-class Special(pydantic.BaseModel):
-  """A saved special token; its other fields are not read."""
-
-  content: str
-
-
-class Template(pydantic.BaseModel):
-  """One of several chat templates."""
-
-  name: str
-  template: str
-
-
-class Settings(pydantic.BaseModel):
-  """What is read of `tokenizer_config.json`."""
-
-  bos_token: str | Special | None = None
-  eos_token: str | Special | None = None
-  chat_template: str | list[Template] | None = None
-
-
-@dataclasses.dataclass(eq=False)
 class Tokenizer:
-  """A byte-level BPE tokenizer that never adds special tokens by itself.
+  """A fast tokenizer of `transformers` that never adds special tokens by itself.
 
-  As in transformers, special tokens spelled out in the text, such as `<|im_start|>`,
-  become their ids. `bos_id` and `eos_id` begin and end a text; they and the Jinja
-  `chat_template` may be None. `backend` is of the `tokenizers` package; `source`, the
-  file it came from, is for messages.
+  Special tokens spelled out in the text, such as `<|im_start|>`, become their ids.
+
+  Attributes:
+    auto: The tokenizer of `transformers`, whose templates and special tokens are used.
+    backend: Its tokenizer of the package `tokenizers`, which neither cuts nor pads.
+    source: The file or folder that it came from, for messages.
   """
 
-  backend: "tokenizers.Tokenizer"
-  _: dataclasses.KW_ONLY
-  bos_id: int | None = None
-  eos_id: int | None = None
-  chat_template: str | None = None
-  source: str = "tokenizer"
+  def __init__(
+    self, auto: "transformers.PreTrainedTokenizerBase", source: str = "tokenizer"
+  ) -> None:
+    """Takes the tokenizer of `transformers`; see `from_backend`, too.
+
+    Raises:
+      NotImplementedError: It is none that `tokenizers` can run.
+    """
+    backend: tokenizers.Tokenizer | None = getattr(auto, "backend_tokenizer", None)
+    if backend is None:
+      raise NotImplementedRefusal(
+        source,
+        expected="a fast tokenizer",
+        got=f"{type(auto).__name__}, which runs in Python",
+        mend=f"convert it to a {FILE}",
+      )
+    # What a tokenizer was last used with says nothing about the texts given here.
+    backend.no_truncation()
+    backend.no_padding()
+    self.auto: Any = auto
+    self.backend, self.source = backend, source
+
+  @classmethod
+  def from_backend(
+    cls,
+    backend: "tokenizers.Tokenizer",
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    chat_template: str | Mapping[str, str] | None = None,
+    source: str = "tokenizer",
+  ) -> "Tokenizer":
+    """Makes the tokenizer of a backend and the ids that begin and end a text."""
+    ends = {"bos_token": bos_id, "eos_token": eos_id}
+    auto = quiet_transformers().PreTrainedTokenizerFast(
+      tokenizer_object=backend,
+      chat_template=dict(chat_template)
+      if isinstance(chat_template, Mapping)
+      else chat_template,
+      **{k: backend.id_to_token(i) for k, i in ends.items() if i is not None},
+    )
+    return cls(auto, source)
+
+  @property
+  def bos_id(self) -> int | None:
+    """The id of the token that begins a text, or None."""
+    return self.auto.bos_token_id
+
+  @property
+  def eos_id(self) -> int | None:
+    """The id of the token that ends a text, or None."""
+    return self.auto.eos_token_id
+
+  @property
+  def chat_template(self) -> str | None:
+    """The default chat template in Jinja, or None."""
+    template = self.auto.chat_template
+    return template.get("default") if isinstance(template, dict) else template
 
   def encode(self, text: str) -> np.ndarray:
     """Encodes a text as int32 `[n]`; an empty text gives no ids."""
@@ -73,48 +115,94 @@ class Tokenizer:
     """Decodes ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
     return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
-  def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+  @functools.cached_property
+  def special_texts(self) -> tuple[str, ...]:
+    """The texts of all special tokens, longest first."""
+    added = self.backend.get_added_tokens_decoder().values()
+    return tuple(sorted((t.content for t in added if t.special), key=len, reverse=True))
+
+  def template(self, name: str | None = None) -> str:
+    """Returns the chat template of a name, or the default one.
+
+    Raises:
+      ValueError: There is no such template.
+    """
+    known = self.auto.chat_template
+    if not known:
+      raise ValueRefusal(
+        "chat",
+        expected="a tokenizer with a chat template",
+        got="none",
+        mend="it is a base model's: continue a text with `mxjax generate` instead",
+      )
+    templates = known if isinstance(known, dict) else {"default": known}
+    if (name or "default") not in templates:
+      raise ValueRefusal(
+        "chat",
+        expected=f"a chat template named {name or 'default'}",
+        got=f"only those named {', '.join(sorted(templates))}",
+        mend=f"give that name to one of them beside {self.source}",
+      )
+    return templates[name or "default"]
+
+  def chat_prompt(
+    self,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+  ) -> str:
     """Renders a conversation by the chat template, up to where the reply begins.
 
     Every message has a `role` (system, user or assistant) and a `content`. Special
-    tokens are spelled out, so `encode` turns the text into the prompt.
+    tokens are spelled out, so `encode` turns the text into the prompt. `template` names
+    one of several templates. Without `add_generation_prompt`, the last message is left
+    open, to be continued.
 
     Raises:
-      ValueError: There is no template, or it refuses these messages.
+      ValueError: There is no such template, or it refuses these messages.
     """
-    if self.chat_template is None:
-      raise ValueError(
-        "chat: expected a tokenizer with a chat template, got none; it is a base "
-        "model's: continue a text with `mxjax generate` instead."
-      )
     import jinja2
-    import tokenizers
 
-    ends = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-    engine = hub.quiet_transformers().PreTrainedTokenizerFast(
-      # Only the template is run, so it needs no vocabulary.
-      tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
-      chat_template=self.chat_template,
-      **{k: self.backend.id_to_token(i) for k, i in ends.items() if i is not None},
-    )
+    text = self.template(template)
     try:
-      return engine.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True
+      return self.auto.apply_chat_template(
+        [dict(message) for message in messages],
+        chat_template=text,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=not add_generation_prompt,
       )
-    except jinja2.TemplateError as error:
-      raise ValueError(
-        f"chat: the model's chat template refuses these messages ({error}); change "
-        "them, or leave the system message out."
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+      raise ValueRefusal(
+        "chat",
+        expected="messages that the model's chat template takes",
+        got=error,
+        mend="change them, or leave the system message out",
       ) from error
 
   @functools.cached_property
   def prefix_ids(self) -> tuple[int, ...]:
-    """Ids that the model's own tokenizer prepends to a text, such as BOS of Llama-3.
+    """Ids that the model's own tokenizer puts before a text, such as BOS of Llama-3.
 
-    `encode` omits them; callers that follow the usual conventions add them.
+    `encode` omits them; callers that follow the usual conventions add them. What it
+    puts behind a text, such as EOS, is no part of them.
     """
     with refusing(self.source, "a tokenizer that encodes any text"):
-      return tuple(self.backend.encode("", add_special_tokens=True).ids)
+      for text in itertools.chain(PROBES, self.backend.get_vocab()):
+        if not len(self.encode(text)):
+          continue
+        encoding = self.backend.encode(text, add_special_tokens=True)
+        # Tokens of the template belong to no sequence.
+        places = encoding.sequence_ids
+        if 0 in places:
+          return tuple(encoding.ids[: places.index(0)])
+    raise ValueRefusal(
+      self.source,
+      expected="a tokenizer that encodes some text",
+      got="no id for any",
+      mend="take the model's own",
+    )
 
   @property
   def vocab_size(self) -> int:
@@ -151,87 +239,104 @@ class Tokenizer:
         got=f"{model} with {pre}",
         mend="load the tokenizer from the model's Hugging Face folder",
       )
-    tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
-    types = get("tokenizer.ggml.token_type")
-    special = [
-      t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN
-    ]
-    return cls(
-      _byte_level_bpe(tokens, merges, special),
-      bos_id=get("tokenizer.ggml.bos_token_id"),
+    tokens, types = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
+    backend = _byte_level_bpe(tokens, get("tokenizer.ggml.merges"), types)
+    bos_id = get("tokenizer.ggml.bos_token_id")
+    if bos_id is not None and get("tokenizer.ggml.add_bos_token"):
+      from tokenizers import processors
+
+      bos = tokens[bos_id]
+      backend.post_processor = processors.TemplateProcessing(
+        single=[bos, "$A"], special_tokens=[(bos, bos_id)]
+      )
+    named = {
+      name: get(f"tokenizer.chat_template.{name}")
+      for name in get("tokenizer.chat_templates", [])
+    }
+    default = get("tokenizer.chat_template")
+    templates = named | ({"default": default} if default else {})
+    return cls.from_backend(
+      backend,
+      bos_id=bos_id,
       eos_id=get("tokenizer.ggml.eos_token_id"),
-      chat_template=get("tokenizer.chat_template"),
+      chat_template=templates if named else default,
       source=str(path),
     )
 
   @classmethod
-  def from_hub(cls, name: str) -> "Tokenizer":
-    """Takes the tokenizer that `transformers` builds for a hub id.
+  def from_folder(cls, folder: pathlib.Path) -> "Tokenizer":
+    """Takes the tokenizer that `transformers` builds from the files of a folder.
+
+    It finds the special tokens and the chat templates, and converts older formats.
 
     Raises:
-      FileNotFoundError: The hub cannot be reached, or it has no such tokenizer.
-      NotImplementedError: `transformers` has no fast tokenizer for the model.
+      FileNotFoundError: There is no tokenizer.
+      NotImplementedError: It is none that `tokenizers` can run.
+      ValueError: Its files are damaged.
     """
-    import tokenizers
-
-    built, file = hub.tokenizer(name)
-    auto: Any = built
-    if file:
-      backend = tokenizers.Tokenizer.from_file(file)
-    elif (backend := getattr(auto, "backend_tokenizer", None)) is None:
-      raise NotImplementedError(
-        f"{name}: expected a fast tokenizer, got {type(auto).__name__}, which runs in "
-        "Python; convert it to a tokenizer.json and load it from a folder."
+    path = folder / FILE
+    if not path.is_file() and not any(
+      (folder / name).is_file() for name in OTHER_FILES
+    ):
+      if files := sorted(one.name for one in folder.glob("*.gguf")):
+        raise FileNotFoundRefusal(
+          folder,
+          expected=f"a file {FILE}",
+          got=f"the GGUF file {', '.join(files)}",
+          mend=f"name the file, {folder / files[0]}",
+        )
+      raise FileNotFoundRefusal(
+        folder,
+        expected=f"a file {FILE}",
+        got="none",
+        mend=SAVE,
       )
-    return cls(
-      backend,
-      bos_id=auto.bos_token_id,
-      eos_id=auto.eos_token_id,
-      chat_template=_default_template(auto.chat_template),
-    )
+    # Their sizes are bounded here, as transformers reads them whole.
+    for one in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+      if one.name == CONFIG or one.name in SETTINGS:
+        values = read_json(one, dict[str, Any], "the settings of a tokenizer")
+        check_sizes(values if one.name == CONFIG else {})
+      elif not one.name.endswith(".index.json"):
+        read_bytes(one)
+    with refusing(folder, "the files of a tokenizer that transformers reads", SAVE):
+      auto: Any = quiet_transformers().AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+      )
+      return cls(auto, str(path))
 
   def save(self, folder: pathlib.Path) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json` for `from_folder`."""
-    self.backend.save(str(folder / "tokenizer.json"))
+    self.backend.save(str(folder / FILE))
+    special = self.auto.special_tokens_map
     settings = {
-      name: None if number is None else self.backend.id_to_token(number)
-      for name, number in (("bos_token", self.bos_id), ("eos_token", self.eos_id))
+      # A class of its own would build other rules of splitting.
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "bos_token": None,
+      "eos_token": None,
+      **{name: text for name, text in special.items() if isinstance(text, str)},
+      "chat_template": self.auto.chat_template,
     }
-    settings["chat_template"] = self.chat_template
+    if isinstance(templates := settings["chat_template"], dict):
+      settings["chat_template"] = [
+        {"name": name, "template": text} for name, text in templates.items()
+      ]
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
-  @classmethod
-  def from_folder(cls, folder: pathlib.Path) -> "Tokenizer":
-    """Reads `tokenizer.json`, and settings and chat template if present.
 
-    Raises:
-      FileNotFoundError: There is no `tokenizer.json`.
-    """
-    import tokenizers
+def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
+  """Encodes a text behind the tokenizer's prefix, int32 `[n]`, or as it is.
 
-    path = folder / "tokenizer.json"
-    with refusing(path, "a tokenizer of the library tokenizers"):
-      data = read_bytes(path, mend="save the fast tokenizer of the model there")
-      backend = tokenizers.Tokenizer.from_buffer(data)
-    # What a tokenizer was last used with says nothing about the texts given here.
-    backend.no_truncation()
-    backend.no_padding()
-    path = folder / "tokenizer_config.json"
-    settings = Settings()
-    if path.is_file():
-      settings = read_json(path, Settings, "the settings of a tokenizer")
-    return cls(
-      backend,
-      bos_id=_special_id(backend, settings.bos_token),
-      eos_id=_special_id(backend, settings.eos_token),
-      chat_template=_chat_template(folder, settings),
-      source=str(folder / "tokenizer.json"),
-    )
+  It stays as it is if it begins with the prefix, as a rendered chat template does.
+  """
+  ids, prefix = tokenizer.encode(text), np.asarray(tokenizer.prefix_ids, np.int32)
+  if np.array_equal(ids[: len(prefix)], prefix):
+    return ids
+  return np.concatenate([prefix, ids])
 
 
 def _byte_level_bpe(
-  tokens: list[str], merges: list[str], special: list[str]
+  tokens: list[str], merges: list[str], types: list[int]
 ) -> "tokenizers.Tokenizer":
   """Builds SmolLM's tokenizer: splits single digits, then GPT-2's byte-level words."""
   import tokenizers
@@ -244,34 +349,11 @@ def _byte_level_bpe(
   words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
   backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
   backend.decoder = decoders.ByteLevel()
-  backend.add_special_tokens(
-    [tokenizers.AddedToken(t, special=True, normalized=False) for t in special]
-  )
+  added = lambda wanted: [
+    tokenizers.AddedToken(token, special=wanted == CONTROL_TOKEN, normalized=False)
+    for token, kind in zip(tokens, types, strict=True)
+    if kind == wanted
+  ]
+  backend.add_special_tokens(added(CONTROL_TOKEN))
+  backend.add_tokens(added(USER_TOKEN))
   return backend
-
-
-def _special_id(
-  backend: "tokenizers.Tokenizer", token: str | Special | None
-) -> int | None:
-  """Returns the id of a token given as a string or a saved AddedToken."""
-  content = token.content if isinstance(token, Special) else token
-  return None if content is None else backend.token_to_id(content)
-
-
-def _chat_template(folder: pathlib.Path, settings: Settings) -> str | None:
-  """Finds the chat template: transformers 5 has a file for it, 4 uses the settings."""
-  path = folder / "chat_template.jinja"
-  if path.is_file():
-    with refusing(path, "a chat template in UTF-8"):
-      return read_bytes(path).decode()
-  template = settings.chat_template
-  if isinstance(template, list):
-    return _default_template({entry.name: entry.template for entry in template})
-  return template
-
-
-def _default_template(template: Any) -> str | None:
-  """Returns the default of several named templates, or the only one."""
-  if isinstance(template, list):
-    template = {entry["name"]: entry["template"] for entry in template}
-  return template.get("default") if isinstance(template, dict) else template

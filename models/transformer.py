@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from mxjax.errors import ValueRefusal
 from mxjax.layers.linear import add_bias, linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
@@ -258,7 +259,18 @@ class CausalLM(nn.Module):
     """Computes float32 logits `[B, T, V]` of int32 tokens `[B, T]` below `vocab_size`.
 
     Row t scores the token after t.
+
+    Raises:
+      ValueError: T exceeds the model's positions.
     """
+    if tokens.shape[-1] > self.config.max_positions:
+      raise ValueRefusal(
+        "CausalLM",
+        expected=f"at most {self.config.max_positions} tokens, the positions of the "
+        "model",
+        got=tokens.shape[-1],
+        mend="cut the text into shorter windows",
+      )
     hidden = self.embed_tokens(tokens)
     for layer in self.layers:
       hidden = layer(hidden)

@@ -9,7 +9,11 @@ The harness looks up models in a registry of its own process, so this module reg
 `mxjax[harness]`.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 # Fills the registry, which the harness does itself only while it is empty.
 import lm_eval.models  # noqa: F401  # pyright: ignore[reportMissingImports]
@@ -25,9 +29,18 @@ from mxjax import models
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation import subjects
 from mxjax.evaluation.tasks import likelihoods, multiple_choice
+from mxjax.models.tokenizer import encode_prompt
 
 MAX_NEW_TOKENS = 256
-"""Tokens to generate if a task does not say how many."""
+"""Tokens to generate if a task does not say how many, as in the harness."""
+MAX_NEW_NAMES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
+"""Names of that number in a task's settings; the first of them that is there counts."""
+GENERATION = {*MAX_NEW_NAMES, "until", "do_sample", "temperature", "top_k", "top_p"}
+"""Settings of generation that are followed."""
+PLAIN = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}
+"""Settings that are accepted at the value at which they do nothing."""
+
+_log = logging.getLogger(__name__)
 
 
 @register_model("mxjax")
@@ -68,31 +81,87 @@ class MxjaxLM(LM):
       )
     source = checkpoint or pretrained
     self.model, self.params, self.tokenizer = subjects.restore(source, dtype=dtype)
-    self.max_length = int(max_length or self.model.config.max_positions)
+    positions = self.model.config.max_positions
+    self.max_length = positions if max_length is None else int(max_length)
+    if not 1 <= self.max_length <= positions:
+      raise ValueRefusal(
+        "mxjax-lm-eval",
+        expected=f"max_length from 1 to the model's {positions} positions",
+        got=self.max_length,
+        mend="correct --model_args",
+      )
+    self._template: str | None = None
+    self._generated, self._has_cut = 0, False
 
   @property
   def tokenizer_name(self) -> str:
     """Key of the harness's caches."""
     return self.tokenizer.fingerprint
 
+  def chat_template(self, chat_template: bool | str = False) -> str:
+    """Returns the template that `apply_chat_template` uses, by name if it is a text."""
+    if not chat_template:
+      return ""
+    self._template = chat_template if isinstance(chat_template, str) else None
+    return self.tokenizer.template(self._template)
+
+  def apply_chat_template(
+    self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
+  ) -> str:
+    """Renders messages by the model's chat template."""
+    return self.tokenizer.chat_prompt(
+      chat_history,
+      template=self._template,
+      add_generation_prompt=add_generation_prompt,
+    )
+
+  @property
+  def _first_id(self) -> list[int]:
+    """The token that stands for an empty context: BOS, or else EOS."""
+    ids = (self.tokenizer.bos_id, self.tokenizer.eos_id, *self.model.config.eos_ids)
+    return [one for one in ids if one is not None][:1]
+
   def _score(self, requests: list[likelihoods.Request]) -> list[likelihoods.Score]:
     longest = self.max_length
+    sizes = [len(context) + len(rest) - 1 for context, rest in requests]
+    if cut := sum(size > longest for size in sizes):
+      _log.warning(
+        "%d of %d requests have more than the model's %d tokens (up to %d): their "
+        "oldest tokens are cut",
+        cut,
+        len(sizes),
+        longest,
+        max(sizes),
+      )
     return likelihoods.score(self.model, self.params, requests, max_length=longest)
 
   def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
     """Scores each (context, continuation): log-likelihood and whether it is greedy."""
-    pairs = [
-      multiple_choice.encode_pair(self.tokenizer, *request.args) for request in requests
-    ]
+    pairs = [self._pair(*request.args) for request in requests]
     return [(s.log_likelihood, s.is_greedy) for s in self._score(pairs)]
+
+  def _pair(self, context: str, continuation: str) -> likelihoods.Request:
+    if context:
+      return multiple_choice.encode_pair(self.tokenizer, context, continuation)
+    ids = self.tokenizer.encode(continuation)
+    if ids[:1].tolist() != self._first_id:
+      ids = np.concatenate([np.asarray(self._first_id, np.int32), ids])
+    if len(ids) < 2:
+      raise ValueRefusal(
+        "mxjax-lm-eval",
+        expected="a continuation of at least one token behind BOS or EOS",
+        got=repr(continuation),
+        mend="both must be there",
+      )
+    return likelihoods.Request(ids[:1], ids[1:])
 
   def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
     """Returns the log-likelihoods of whole texts, predicting each token once."""
-    config = self.model.config
-    start = [*self.tokenizer.prefix_ids, *config.eos_ids][:1]
+    start = self._first_id
     windows, owners = [], []
     for owner, request in enumerate(requests):
-      ids = self.tokenizer.encode(request.args[0]).tolist()
+      if not (ids := self.tokenizer.encode(request.args[0]).tolist()):
+        continue
       rolling = utils.get_rolling_token_windows(
         token_list=ids,
         prefix_token=start[0] if start else ids[0],
@@ -108,26 +177,88 @@ class MxjaxLM(LM):
     return totals.tolist()
 
   def generate_until(self, requests: list[Instance]) -> list[str]:
-    """Generates greedily and cuts at the first stop text."""
+    """Generates, greedily unless a task samples, up to the first stop.
+
+    A stop is a text of the task's `until` or an id that ends a text by the config, the
+    generation config or the tokenizer; the answer is what precedes it, without special
+    tokens. As in the harness, a context is cut on the left to leave room for
+    `max_gen_toks`.
+
+    Raises:
+      ValueError: `max_gen_toks` leaves no room, or a setting is not supported.
+    """
     return [self._generate(*request.args) for request in requests]
 
   def _generate(self, context: str, settings: dict[str, Any]) -> str:
-    new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
-    prefix = np.asarray(self.tokenizer.prefix_ids, np.int32)
-    ids = np.concatenate([prefix, self.tokenizer.encode(context)])
-    ids = ids[-(self.max_length - new) :]
+    unknown = {
+      name: value
+      for name, value in settings.items()
+      if name not in GENERATION and value is not None and PLAIN.get(name) != value
+    }
+    if unknown:
+      raise ValueRefusal(
+        "mxjax-lm-eval",
+        expected=f"generation settings of {', '.join(sorted(GENERATION))}",
+        got=f"{', '.join((f'{k}={v!r}' for k, v in unknown.items()))}",
+        mend="leave them out",
+      )
+    given = [settings[name] for name in MAX_NEW_NAMES if settings.get(name) is not None]
+    new = int(given[0]) if given else MAX_NEW_TOKENS
+    if not 1 <= new < self.max_length:
+      raise ValueRefusal(
+        "mxjax-lm-eval",
+        expected=f"max_gen_toks from 1 to {self.max_length - 1}, so that a context "
+        f"fits into {self.max_length} positions",
+        got=new,
+        mend="ask for fewer with --gen_kwargs",
+      )
+    ids = encode_prompt(self.tokenizer, context)
+    if not len(ids):
+      ids = np.asarray(self._first_id, np.int32)
+    if len(ids) > (room := self.max_length - new):
+      if not self._has_cut:
+        _log.warning(
+          "a context of %d tokens leaves no room for %d new ones in %d positions: its "
+          "first %d are cut, and so with longer ones, of which nothing more is said",
+          len(ids),
+          new,
+          self.max_length,
+          len(ids) - room,
+        )
+      self._has_cut = True
+      ids = ids[-room:]
+    ends = {self.tokenizer.eos_id, *self.model.config.eos_ids} - {None}
+    ends = sorted(end for end in ends if end < self.model.config.vocab_size)
     output = models.generate(
       self.model,
       self.params,
       ids[None],
       max_new_tokens=new,
-      eos_id=self.tokenizer.eos_id,
+      eos_id=ends,
+      **self._sampling(settings),
     )
-    text = self.tokenizer.decode(np.asarray(output[0, len(ids) :]))
-    stops = settings.get("until") or []
-    for stop in [stops] if isinstance(stops, str) else stops:
+    answer = np.asarray(output[0, len(ids) :])
+    stops = np.flatnonzero(np.isin(answer, ends))
+    text = self.tokenizer.decode(answer[: stops[0]] if stops.size else answer)
+    until = settings.get("until") or []
+    for stop in filter(None, [until] if isinstance(until, str) else until):
       text = text.split(stop)[0]
+    for special in self.tokenizer.special_texts:
+      text = text.replace(special, "")
     return text
+
+  def _sampling(self, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns how to choose tokens; `do_sample: false` wins over a temperature."""
+    temperature = float(settings.get("temperature") or 0.0)
+    if temperature <= 0 or settings.get("do_sample") is False:
+      return {}
+    self._generated += 1
+    return {
+      "temperature": temperature,
+      "top_k": settings.get("top_k") or None,
+      "top_p": settings.get("top_p"),
+      "key": jax.random.key(self._generated),
+    }
 
 
 def main() -> None:

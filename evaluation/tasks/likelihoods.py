@@ -22,6 +22,7 @@ from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
+from mxjax.intake.token_ids import token_ids
 from mxjax.models.functional import Tree
 from mxjax.models.transformer import CausalLM
 
@@ -267,9 +268,13 @@ def score(
   repeatedly with (done, requests).
 
   Raises:
-    ValueError: A continuation alone is longer than `max_length`.
+    ValueError: A continuation alone is longer than `max_length`, or an id is outside
+      the vocabulary of `model.config`.
   """
+  vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
   for request in requests:
+    for part in request:
+      token_ids(part, "likelihoods", vocabulary=vocabulary)
     if len(request.continuation) > max_length:
       raise ValueRefusal(
         "likelihoods",

@@ -11,14 +11,15 @@ from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.tasks.likelihoods import Request, Score, score
 from mxjax.evaluation.tasks.tasks import Item, Task
-from mxjax.models.tokenizer import Tokenizer
+from mxjax.models.tokenizer import Tokenizer, encode_prompt
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
   """Splits the ids of context + continuation where the context's own ids end.
 
   Trailing spaces of the context move to the continuation, because most vocabularies
-  join a space with the word after it. An empty context becomes BOS, or else EOS.
+  join a space with the word after it. An empty context becomes the tokenizer's prefix,
+  or else EOS.
 
   Raises:
     ValueError: The continuation has no token of its own, or an empty context can be
@@ -26,9 +27,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
   """
   bare = context.rstrip(" \t\n\r\f\v")
   context, continuation = bare, context[len(bare) :] + continuation
-  prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-  whole = np.concatenate([prefix, tokenizer.encode(context + continuation)])
-  before = np.concatenate([prefix, tokenizer.encode(context)])
+  whole = encode_prompt(tokenizer, context + continuation)
+  before = encode_prompt(tokenizer, context)
   if not len(before) and tokenizer.eos_id is not None:
     before = np.asarray([tokenizer.eos_id], np.int32)
     whole = np.concatenate([before, whole])

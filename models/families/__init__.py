@@ -8,29 +8,28 @@ from mxjax.errors import NotImplementedRefusal
 from mxjax.models.config import ModelConfig
 from mxjax.models.families.decoders import FAMILIES
 
-ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
-"""The families by their entry in `architectures`."""
-
 
 def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
   """Translates a parsed `config.json` of any supported family (transformers 4 or 5).
 
+  As in transformers, `model_type` says which family it is, and absent fields have the
+  defaults of its config class.
+
   Raises:
-    NotImplementedError: The architecture, or a field that would change the result, is
-      not supported.
-    ValueError: A required field is absent.
+    NotImplementedError: The family, or a field that would change the result, is not
+      supported.
+    ValueError: A required field is absent, or has a value of another kind.
   """
-  names = values.get("architectures") or [values.get("model_type")]
-  known = ARCHITECTURES | FAMILIES
-  for name in names:
-    if name in known:
-      return known[name].read(values, dtype=dtype)
-  raise NotImplementedRefusal(
-    "config.json",
-    expected=f"an architecture of {', '.join(ARCHITECTURES)}",
-    got=", ".join(map(str, names)),
-    mend="choose a model of a supported architecture",
-  )
+  name = values.get("model_type")
+  if name not in FAMILIES:
+    raise NotImplementedRefusal(
+      "config.json",
+      expected=f"a model_type of {', '.join(FAMILIES)}",
+      got=f"{'none' if name is None else name} (architectures "
+      f"{values.get('architectures')})",
+      mend="choose a model of a supported family",
+    )
+  return FAMILIES[name].read(values, dtype=dtype)
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -54,10 +53,14 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 def check_reads_back(values: Mapping[str, Any], config: ModelConfig) -> None:
   """Checks that a `config.json` describes the same model as `config`.
 
+  Its stop ids may be fewer: others stand in `generation_config.json`.
+
   Raises:
     NotImplementedError: Fields differ; all of them are named.
   """
   read = from_hf_config(values, dtype=config.dtype)
+  if set(read.eos_ids) <= set(config.eos_ids):
+    read = dataclasses.replace(read, eos_ids=config.eos_ids)
   differing = [
     f"{field.name} would read {getattr(read, field.name)!r}, not "
     f"{getattr(config, field.name)!r}"

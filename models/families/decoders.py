@@ -1,14 +1,8 @@
 """The supported families, one object each; to add one, add an object and its entry."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from mxjax.models.families import hf_config
 from mxjax.models.families.hf_config import Family, Window
-
-DEFAULT_WINDOW = 4096
-"""Window that transformers assumes if the field is absent (not null)."""
-DEFAULT_MAX_WINDOW_LAYERS = 28
 
 # Llama 2, 3, 3.1, 3.2 and models of the same architecture, such as SmolLM2: pre-norm,
 # grouped-query attention, gated MLP, Llama-3 scaling of the rotary frequencies, and
@@ -16,7 +10,6 @@ DEFAULT_MAX_WINDOW_LAYERS = 28
 LLAMA = Family(
   name="llama",
   architecture="LlamaForCausalLM",
-  defaults={"norm_eps": 1e-6, "max_positions": 2048},
   flags=("attention_bias", "mlp_bias"),
 )
 
@@ -26,32 +19,10 @@ LLAMA = Family(
 MISTRAL = Family(
   name="mistral",
   architecture="MistralForCausalLM",
-  defaults={"norm_eps": 1e-6, "max_positions": 131072, "num_kv_heads": 8},
   window=Window(
-    fields=frozenset({"sliding_window"}),
-    read=lambda values: values.get("sliding_window", DEFAULT_WINDOW),
-    write=lambda window: {"sliding_window": window},
+    frozenset({"sliding_window"}), lambda window: {"sliding_window": window}
   ),
 )
-
-
-def _read_qwen_window(values: Mapping[str, Any]) -> int | None:
-  """Returns the window of all layers, or None; rejects models where only some slide.
-
-  It slides only if `use_sliding_window` is set, from layer `max_window_layers` on.
-  """
-  if not values.get("use_sliding_window"):
-    return None
-  first = hf_config.get(values, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
-  layers = range(hf_config.require(values, "num_hidden_layers"))
-  kinds = values.get("layer_types") or [
-    "sliding_attention" if index >= first else "full_attention" for index in layers
-  ]
-  if set(kinds) == {"full_attention"}:
-    return None
-  if set(kinds) != {"sliding_attention"}:
-    hf_config.refuse_mixed_layers(set(kinds))
-  return values.get("sliding_window", DEFAULT_WINDOW)
 
 
 def _write_qwen_window(window: int | None) -> dict[str, Any]:
@@ -59,18 +30,16 @@ def _write_qwen_window(window: int | None) -> dict[str, Any]:
   return used if window else {}
 
 
+# It slides only if `use_sliding_window` is set, from layer `max_window_layers` on.
 _QWEN_WINDOW = Window(
   frozenset({"sliding_window", "use_sliding_window", "max_window_layers"}),
-  _read_qwen_window,
   _write_qwen_window,
 )
-_QWEN_DEFAULTS = {"norm_eps": 1e-6, "max_positions": 32768, "num_kv_heads": 32}
 
 # Qwen2 and Qwen2.5: Llama's layer with biases on q, k and v, and none on o.
 QWEN2 = Family(
   name="qwen2",
   architecture="Qwen2ForCausalLM",
-  defaults=_QWEN_DEFAULTS,
   fixed={"qkv_bias": True},
   window=_QWEN_WINDOW,
 )
@@ -81,7 +50,6 @@ QWEN2 = Family(
 QWEN3 = Family(
   name="qwen3",
   architecture="Qwen3ForCausalLM",
-  defaults={**_QWEN_DEFAULTS, "head_dim": 128},
   flags=("attention_bias",),
   fixed={"qk_norm": "head"},
   window=_QWEN_WINDOW,
@@ -94,7 +62,6 @@ QWEN3 = Family(
 OLMO2 = Family(
   name="olmo2",
   architecture="Olmo2ForCausalLM",
-  defaults={"norm_eps": 1e-5, "max_positions": 2048},
   flags=("attention_bias",),
   fixed={"qk_norm": "projection", "is_post_norm": True},
 )

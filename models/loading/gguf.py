@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.errors import NotImplementedRefusal, ValueRefusal
+from mxjax.errors import FileNotFoundRefusal, NotImplementedRefusal, ValueRefusal
 from mxjax.intake.reading import refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
@@ -19,6 +19,29 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama",)
 """Supported values of `general.architecture`."""
+
+READ = (
+  *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+  *("attention.layer_norm_rms_epsilon", "block_count", "context_length"),
+  *("embedding_length", "feed_forward_length", "rope.freq_base", "rope.scaling.type"),
+)
+"""Keys of the architecture that `read_config` reads, without its name."""
+
+HARMLESS = (
+  *("general.", "tokenizer.", "quantize.", "imatrix.", "GGUF."),
+  *("llama.rope.scaling.original_context_length", "llama.rope.scaling.finetuned"),
+)
+"""Beginnings of keys that are known to leave logits unchanged.
+
+They say where a file comes from, and how text becomes ids; the length before rotary
+scaling matters only where there is scaling, which is refused.
+"""
+
+MODEL_TYPES = (None, "model")
+"""Supported values of `general.type`; others are adapters and parts of models."""
+
+LAYOUTS = ("Meta AI original pth",)
+"""Values of `llama.tensor_data_layout` that mean the usual order of rows."""
 
 MOST_VALUES = 4_000_000
 """Values in a file's metadata; 256,000 tokens and their merges take 2,000,000."""
@@ -57,6 +80,7 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   """
   reader = open_reader(path)
   tensors = {tensor.name: tensor for tensor in reader.tensors}
+  _check_ranges(reader, path)
   with refusing(path, "the metadata of a model converted by llama.cpp"):
     config = read_config(reader, tensors, dtype=dtype)
     return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
@@ -65,11 +89,38 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
 def open_reader(path: pathlib.Path) -> "GGUFReader":
   """Memory-maps a GGUF file and reads its header; raises as `open_file` does."""
   if not path.is_file():
-    raise FileNotFoundError(
-      f"{path}: expected a GGUF file, got no file; check the path."
+    raise FileNotFoundRefusal(
+      path,
+      expected="a GGUF file",
+      got="no file",
+      mend="check the path",
+    )
+  with path.open("rb") as file:
+    magic, version = file.read(4), int.from_bytes(file.read(4), "little")
+  # A version below 2**16, read in the other order, has its value in the upper bytes.
+  if magic == b"GGUF" and version and not version & 0xFFFF:
+    raise NotImplementedRefusal(
+      path,
+      expected="a GGUF file in little-endian byte order",
+      got="a big-endian one",
+      mend="convert the model again, without --bigendian",
     )
   with refusing(path, "a complete GGUF file"):
     return _bounded_reader()(path)
+
+
+def _check_ranges(reader: "GGUFReader", path: pathlib.Path) -> None:
+  """Rejects tensors that share bytes."""
+  end, before = 0, ""
+  for tensor in sorted(reader.tensors, key=lambda one: int(one.data_offset)):
+    if (start := int(tensor.data_offset)) < end:
+      raise ValueRefusal(
+        path,
+        expected="tensors that do not overlap",
+        got=f"{tensor.name} from byte {start}, where {before} ends at {end}",
+        mend="download the file again",
+      )
+    end, before = start + int(tensor.n_bytes), tensor.name
 
 
 @functools.cache
@@ -107,27 +158,37 @@ def read_config(
   """Reads the config from GGUF metadata; tied weights and biases from the tensors."""
   _check_supported(reader, tensors)
 
-  def require(key: str) -> Any:
-    if (value := field(reader, key)) is None:
+  def require(key: str, default: Any = None) -> Any:
+    if (value := field(reader, key, default)) is None:
       raise ValueRefusal(
         "GGUF file",
         expected=f"the metadata key {key}",
         got="none",
         mend="use a file converted by llama.cpp",
       )
+    if isinstance(value, list):
+      raise NotImplementedRefusal(
+        "GGUF file",
+        expected=f"one {key} for all layers",
+        got=f"{len(value)} values",
+        mend="choose a model whose layers are alike",
+      )
     return value
 
   heads = require("llama.attention.head_count")
   width = require("llama.embedding_length")
   epsilon = require("llama.attention.layer_norm_rms_epsilon")
-  eos_id = field(reader, "tokenizer.ggml.eos_token_id")
-  return ModelConfig(
+  # Ends of a text, of a turn, and of a message.
+  ends = [
+    field(reader, f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")
+  ]
+  config = ModelConfig(
     vocab_size=int(tensors["token_embd.weight"].shape[1]),
     hidden_size=width,
     intermediate_size=require("llama.feed_forward_length"),
     num_layers=require("llama.block_count"),
     num_heads=heads,
-    num_kv_heads=field(reader, "llama.attention.head_count_kv", heads),
+    num_kv_heads=require("llama.attention.head_count_kv", heads),
     head_dim=field(reader, "llama.attention.key_length", width // heads),
     # The shortest decimal of a float32, so 1e-5 stays 1e-5.
     norm_eps=float(str(np.float32(epsilon))),
@@ -137,9 +198,49 @@ def read_config(
     mlp_bias="blk.0.ffn_gate.bias" in tensors,
     max_positions=require("llama.context_length"),
     bos_id=field(reader, "tokenizer.ggml.bos_token_id"),
-    eos_ids=() if eos_id is None else (eos_id,),
+    eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
     dtype=dtype,
   )
+  _refuse_unread(reader, config)
+  return config
+
+
+def _refuse_unread(reader: "GGUFReader", config: ModelConfig) -> None:
+  """Rejects keys that are neither read nor known to leave logits unchanged.
+
+  Some of these leave them unchanged at one value, that of the plain architecture.
+  """
+  plain = {
+    "llama.vocab_size": config.vocab_size,
+    "llama.rope.dimension_count": config.head_dim,
+    "llama.attention.value_length": config.head_dim,
+    "llama.attention.causal": True,
+    "llama.expert_count": 0,
+    "llama.expert_used_count": 0,
+    "llama.rope.scaling.factor": 1.0,
+    "llama.rope.scaling.attn_factor": 1.0,
+    "llama.rope.scale_linear": 1.0,
+    "split.count": 1,
+    "split.no": 0,
+    "split.tensors.count": len(reader.tensors),
+  }
+  read = {f"llama.{name}" for name in READ}
+  unread = []
+  for key in reader.fields:
+    if key in read or key.startswith(HARMLESS):
+      continue
+    value = field(reader, key)
+    if key == "llama.tensor_data_layout" and value in LAYOUTS:
+      continue
+    if key not in plain or value != plain[key]:
+      unread.append(f"{key}={str(value)[:40]}")
+  if unread:
+    raise NotImplementedRefusal(
+      "GGUF file",
+      expected="only metadata that is read or changes no logit",
+      got=", ".join(unread),
+      mend="load the Hugging Face folder of this model",
+    )
 
 
 def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -> None:
@@ -150,6 +251,13 @@ def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -
       expected=f"an architecture of {', '.join(ARCHITECTURES)}",
       got=architecture,
       mend="choose a model of a supported architecture",
+    )
+  if (kind := field(reader, "general.type")) not in MODEL_TYPES:
+    raise NotImplementedRefusal(
+      "GGUF file",
+      expected="a whole model",
+      got=f"one of the type {kind}",
+      mend="name the file of the model",
     )
   scaling = field(reader, "llama.rope.scaling.type", "none")
   if scaling != "none" or "rope_freqs.weight" in tensors:

@@ -1,18 +1,22 @@
-"""Resolves the name of a model to local files, or to what the hub knows of it."""
+"""Resolves the name of a model to local files, downloading those of a hub id.
+
+Whatever is read of a model is read from these files, so a hub id and a folder with the
+same files are the same model.
+"""
 
 import contextlib
-import os
 import pathlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
 
+from mxjax.errors import FileNotFoundRefusal
 from mxjax.models.loading import embedded
 
-if TYPE_CHECKING:
-  import transformers
-
-PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]
-"""Files fetched from the hub: no pickles, no `consolidated` second copy."""
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Files fetched from the hub for a config or a tokenizer."""
+WEIGHTS = ("model*.safetensors",)
+"""Files fetched for the weights: no pickles, no `consolidated` second copy."""
+PATIENCE = 10.0
+"""Seconds that the hub has for its first answer."""
 
 
 def is_id(source: str | pathlib.Path | None) -> bool:
@@ -36,10 +40,13 @@ def default_dtype(source: str | pathlib.Path | None) -> str:
   return "float32" if is_gguf else "bfloat16"
 
 
-def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
+def resolve(
+  source: str | pathlib.Path | None, *, with_weights: bool = True
+) -> pathlib.Path:
   """Returns the local file or folder of a model, downloading it if it is a hub id.
 
-  `source` is as in `mxjax.models.from_pretrained`.
+  `source` is as in `mxjax.models.from_pretrained`. Without weights, only what describes
+  the model and its tokenizer is downloaded.
 
   Raises:
     FileNotFoundError: The path is absent, the hub cannot be reached, or it has no such
@@ -48,66 +55,71 @@ def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
   if source is None:
     return embedded.gguf_path()
   if is_id(source):
-    import huggingface_hub
-
-    with _reached(str(source)):
-      return pathlib.Path(
-        huggingface_hub.snapshot_download(str(source), allow_patterns=PATTERNS)
-      )
+    return _snapshot(str(source), DESCRIPTIONS + (WEIGHTS if with_weights else ()))
   if not (path := pathlib.Path(source)).exists():
-    raise FileNotFoundError(
-      f"{source}: expected a .gguf file, a folder or a hub id `owner/name`, got no "
-      "such path; check the spelling."
+    raise FileNotFoundRefusal(
+      source,
+      expected="a .gguf file, a folder or a hub id `owner/name`",
+      got="no such path",
+      mend="check the spelling",
     )
   return path
 
 
-def config(name: str) -> dict[str, Any]:
-  """Returns the fields of a hub model's config, with the defaults of `transformers`.
+def _snapshot(name: str, patterns: Sequence[str]) -> pathlib.Path:
+  """Returns the folder of a hub model's files, from the cache if there is no network.
 
   Raises:
-    FileNotFoundError: The hub cannot be reached, or it has no such model.
+    FileNotFoundError: The hub has no such model, or it is not reached and the cache has
+      none either.
   """
-  with _reached(name):
-    return quiet_transformers().AutoConfig.from_pretrained(name).to_dict()
+  import huggingface_hub
+  from huggingface_hub import constants
+
+  download = lambda **options: pathlib.Path(
+    huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), **options)
+  )
+  with _one_sentence(name):
+    if not constants.HF_HUB_OFFLINE:
+      if not (fault := _unreached(constants.ENDPOINT)):
+        return download()
+      with contextlib.suppress(FileNotFoundError):
+        return download(local_files_only=True)
+      raise FileNotFoundError(fault)
+    return download(local_files_only=True)
 
 
-def tokenizer(name: str) -> tuple["transformers.PreTrainedTokenizerBase", str | None]:
-  """Returns the tokenizer of a hub model, and the path of its `tokenizer.json`.
+def _unreached(endpoint: str) -> str | None:
+  """Says why the hub does not answer; None if it does.
 
-  `transformers` finds the special tokens and the chat template, and converts older
-  formats. A `tokenizer.json`, if there is one, is what the model was trained with:
-  `transformers` 5 builds some classes anew and loses rules of splitting.
-
-  Raises:
-    FileNotFoundError: The hub cannot be reached, or it has no such tokenizer.
+  Asked once: the hub's client would try for minutes.
   """
   import huggingface_hub
 
-  with _reached(name):
-    built = quiet_transformers().AutoTokenizer.from_pretrained(name)
-    file = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
-    return built, file if isinstance(file, str) else None
-
-
-def quiet_transformers() -> Any:
-  """Imports `transformers`, which takes a second, without its advice to add torch."""
-  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-  import transformers
-
-  return transformers
+  try:
+    session = huggingface_hub.get_session()
+    session.head(endpoint, timeout=PATIENCE)
+  # Of two HTTP libraries, by the version of the client.
+  except Exception as error:
+    return f"{endpoint} is not reached ({type(error).__name__}: {error})"
+  return None
 
 
 @contextlib.contextmanager
-def _reached(name: str) -> Iterator[None]:
+def _one_sentence(name: str) -> Iterator[None]:
   """Turns what the hub's client raises into one sentence."""
-  from huggingface_hub import errors
+  from huggingface_hub import constants, errors
 
   try:
     yield
-  except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
-    raise FileNotFoundError(
-      f"{name}: expected a folder here or a reachable hub repository, got "
-      f"{type(error).__name__} ({str(error).splitlines()[0]}); check the id and the "
-      "network, or pass a local folder, a .gguf file or None for the embedded model."
+  except (OSError, ValueError, errors.HfHubHTTPError) as error:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if constants.HF_HUB_OFFLINE:
+      reason = "HF_HUB_OFFLINE is set, and the cache has no such model"
+    raise FileNotFoundRefusal(
+      name,
+      expected="a folder here, or a hub repository that is reachable or in the cache",
+      got=f"none ({reason})",
+      mend="check the id and the network, or pass a local folder, a .gguf file or "
+      "None for the embedded model",
     ) from error

@@ -1,19 +1,21 @@
 """Loader of Hugging Face folders: `config.json` and safetensors, single or sharded."""
 
+import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import pydantic
 
-from mxjax.errors import ValueRefusal
+from mxjax.errors import FileNotFoundRefusal, NotImplementedRefusal, ValueRefusal
 from mxjax.intake.reading import read_json, refusing
 from mxjax.models import families
 from mxjax.models.config import ModelConfig
+from mxjax.models.families import hf_config
 from mxjax.models.loading.lazy import LazyParams
 from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
 
@@ -24,12 +26,49 @@ SINGLE_FILE = "model.safetensors"
 """Weights of an unsharded checkpoint."""
 INDEX_FILE = "model.safetensors.index.json"
 """Maps every tensor of a sharded checkpoint to its shard."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that Git LFS has not fetched."""
 DTYPES = ("BF16", "F16", "F32")
 """Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER = (
+  "an adapter (LoRA) without its model",
+  "merge it with PEFT's merge_and_unload and save the result",
+)
+"""What a folder of PEFT has, and what to do about it."""
 CONFIG = "the config of a model"
 SAVE = "point to a folder saved by transformers' save_pretrained"
 Fields = dict[str, Any] | None
+
+# Parts of the names of tensors that no float model has, and what they are a sign of.
+QUANTIZED_TENSORS = {
+  "weight_scale_inv": "fp8 with block scales",
+  "weight_packed": "compressed-tensors",
+  "weight_scale": "fp8 or int8 with scales",
+  "input_scale": "fp8 or int8 with scales",
+  "qweight": "GPTQ or AWQ",
+  "qzeros": "GPTQ or AWQ",
+  "g_idx": "GPTQ",
+  "SCB": "bitsandbytes int8",
+  "absmax": "bitsandbytes 4-bit",
+  "quant_map": "bitsandbytes 4-bit",
+  "weight_format": "bitsandbytes int8",
+  "codebooks": "AQLM",
+  "W_q": "HQQ",
+  "scales": "MLX",
+}
+NARROW_DTYPES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "F4": "fp4", "U8": "packed codes"}
+NARROW_DTYPES |= {"I8": "int8 codes", "U32": "packed codes", "I32": "packed codes"}
+
+# Prefixes that wrappers leave on names, and how to be rid of them.
+WRAPPERS = {
+  "_orig_mod.": "it was saved from torch.compile: save the model inside it",
+  "module.": "it was saved from DataParallel or DeepSpeed: save the model inside it",
+  "base_model.model.": "it was saved from PEFT: merge with merge_and_unload and save",
+}
 
 
 class HfConfig(pydantic.BaseModel, extra="allow"):
@@ -62,8 +101,15 @@ def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
   with refusing(path, "safetensors, a JSON header and all its tensors"):
     size = path.stat().st_size
     with path.open("rb") as file:
-      end = 8 + int.from_bytes(file.read(8), "little")
-    if end > size:
+      start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+      raise ValueRefusal(
+        path,
+        expected="weights",
+        got=f"a Git LFS pointer of {size} bytes",
+        mend="run `git lfs pull` in its repository",
+      )
+    if (end := 8 + int.from_bytes(start[:8], "little")) > size:
       raise ValueRefusal(
         path,
         expected=f"{end} bytes by its header",
@@ -73,11 +119,32 @@ def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
     return safetensors.safe_open(path, framework="numpy")
 
 
-def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
-  """Reads `config.json`, given its path or folder; raises as `open_folder` does."""
-  path = folder / "config.json" if folder.is_dir() else folder
+def read_config(source: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
+  """Reads `config.json`, given its path or folder; raises as `open_folder` does.
+
+  The stop ids are those of the config and of `generation_config.json` beside it.
+  """
+  path = source / CONFIG_FILE if source.is_dir() else source
+  if not path.is_file() and source.is_dir():
+    _refuse_gguf_inside(source)
+    if (source / ADAPTER_FILE).is_file():
+      raise FileNotFoundRefusal(
+        source,
+        expected="a model",
+        got=ADAPTER[0],
+        mend=f"{ADAPTER[1]}",
+      )
   with refusing(path, CONFIG, SAVE):
-    return families.from_hf_config(read_hf_config(path), dtype=dtype)
+    config = families.from_hf_config(read_hf_config(path), dtype=dtype)
+  generation = path.parent / GENERATION_FILE
+  if path.name != CONFIG_FILE or not generation.is_file():
+    return config
+  with refusing(generation, "the generation config of a model", "save it again"):
+    values = read_json(generation, dict[str, Any], "the generation config of a model")
+    known = hf_config.quiet_transformers().GenerationConfig.from_dict(values)
+    ids = hf_config.token_ids(known.eos_token_id, "eos_token_id", config.vocab_size)
+  union = tuple(dict.fromkeys((*config.eos_ids, *ids)))
+  return dataclasses.replace(config, eos_ids=union)
 
 
 def read_hf_config(path: pathlib.Path) -> dict[str, Any]:
@@ -85,22 +152,21 @@ def read_hf_config(path: pathlib.Path) -> dict[str, Any]:
   return read_json(path, HfConfig, CONFIG, mend=SAVE).model_dump(exclude_unset=True)
 
 
-def open_folder(
-  folder: pathlib.Path, *, dtype: str = "float32", config: ModelConfig | None = None
-) -> LazyParams:
+def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   """Opens a model saved by transformers without reading any tensor.
 
   The folder holds `config.json` and `model.safetensors`, or shards and their index.
-  `dtype` is the compute dtype; the params keep the dtype of the file. A `config` stands
-  in for the folder's.
+  `dtype` is the compute dtype; the params keep the dtype of the file.
 
   Raises:
     FileNotFoundError: A file is absent.
-    NotImplementedError: The architecture or one of its features is not supported.
+    NotImplementedError: The architecture or one of its features is not supported, or
+      the weights are quantized.
     ValueError: A file is truncated, or tensors are missing, unexpected or mis-shaped.
   """
-  config = config or read_config(folder, dtype=dtype)
-  stored = dict(_stored_tensors(folder))
+  config = read_config(folder, dtype=dtype)
+  stored = _stored_tensors(folder)
+  _refuse_prefix(stored, folder)
   if config.tie_embeddings:
     _drop_tied_head(stored, folder)
   return LazyParams(stored, config, str(folder))
@@ -114,15 +180,58 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   """
   if (folder / SINGLE_FILE).is_file():
     return [folder / SINGLE_FILE]
+  if not (folder / INDEX_FILE).is_file():
+    _refuse_gguf_inside(folder)
+    got, mend = _other_weights([path.name for path in folder.iterdir()])
+    raise FileNotFoundRefusal(
+      folder,
+      expected=f"{SINGLE_FILE}, or shards and their index {INDEX_FILE}",
+      got=got,
+      mend=mend,
+    )
   weight_map = read_index(folder)
   files = [folder / name for name in sorted(set(weight_map.values()))]
   missing = [path.name for path in files if not path.is_file()]
   if missing:
-    raise FileNotFoundError(
-      f"{folder}: expected the {len(files)} shards of {INDEX_FILE}, got all but "
-      f"{', '.join(missing)}; download the missing files."
+    raise FileNotFoundRefusal(
+      folder,
+      expected=f"the {len(files)} shards of {INDEX_FILE}",
+      got=f"all but {', '.join(missing)}",
+      mend="download the missing files",
     )
   return files
+
+
+def _refuse_gguf_inside(folder: pathlib.Path) -> None:
+  """Raises FileNotFoundError where a folder has a GGUF file to be named itself."""
+  if folder.is_dir() and (files := sorted(path.name for path in folder.glob("*.gguf"))):
+    raise FileNotFoundRefusal(
+      folder,
+      expected="a folder saved by transformers",
+      got=f"one with the GGUF file {', '.join(files)}",
+      mend=f"name the file, {folder / files[0]}",
+    )
+
+
+def _other_weights(names: list[str]) -> tuple[str, str]:
+  """Says what weights a folder has instead of ours, and what to do about it."""
+  ending = lambda *ends: [name for name in sorted(names) if name.endswith(ends)]
+  convert = (
+    "load it with transformers and call save_pretrained, which writes safetensors"
+  )
+  if shards := [n for n in ending(".safetensors") if n.startswith("model-")]:
+    return f"{len(shards)} shards without the index", f"download {INDEX_FILE}, too"
+  if ADAPTER_FILE in names:
+    return ADAPTER
+  if files := ending(".safetensors"):
+    return f"safetensors of other names ({', '.join(files[:3])})", SAVE
+  if files := ending(".bin", ".pt", ".pth", ".ckpt"):
+    return f"only pickled weights ({', '.join(files[:3])}), which can run code", convert
+  if files := ending(".bin.index.json"):
+    return f"only the index of pickled weights ({files[0]})", convert
+  if files := ending(".h5", ".msgpack", ".onnx"):
+    return f"weights of another library ({', '.join(files[:3])})", convert
+  return "no weights", SAVE
 
 
 def read_index(folder: pathlib.Path) -> dict[str, str]:
@@ -132,39 +241,86 @@ def read_index(folder: pathlib.Path) -> dict[str, str]:
   is_file = lambda name: name.endswith(".safetensors") and "/" not in name
   outside = [name for name in weight_map.values() if not is_file(name)]
   if outside:
-    raise ValueError(
-      f"{path}: expected names of files in its own folder, got {outside[0]!r}; {SAVE}."
+    raise ValueRefusal(
+      path,
+      expected="names of files in its own folder",
+      got=repr(outside[0]),
+      mend=SAVE,
     )
   return weight_map
 
 
-def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
+def _stored_tensors(folder: pathlib.Path) -> dict[Path, StoredTensor]:
+  """Returns the tensors of a folder by their path in the params, none of them read."""
+  stored: dict[Path, StoredTensor] = {}
   places: dict[str, pathlib.Path] = {}
+  dtypes: dict[str, str] = {}
   for path in weight_files(folder):
     file = open_tensors(path)
     for name in file.keys():
       if (first := places.setdefault(name, path)) != path:
-        raise ValueError(
-          f"{path}: expected tensors that no other shard has, got {name}, which "
-          f"{first.name} has too; {SAVE}."
+        raise ValueRefusal(
+          path,
+          expected="tensors that no other shard has",
+          got=f"{name}, which {first.name} has too",
+          mend=SAVE,
         )
       # Old checkpoints store this buffer, which the config determines.
       if name.endswith("rotary_emb.inv_freq"):
         continue
-      shape = tuple(file.get_slice(name).get_shape())
-      read = functools.partial(_read_float, path, file, name)
-      yield params_path(name), StoredTensor(name, shape, read)
+      view = file.get_slice(name)
+      dtypes[name] = view.get_dtype()
+      read = functools.partial(file.get_tensor, name)
+      tensor = StoredTensor(name, tuple(view.get_shape()), read)
+      if (twin := stored.setdefault(params_path(name), tensor)) is not tensor:
+        raise ValueRefusal(
+          path,
+          expected="every tensor once",
+          got=f"{twin.name} and {name}, which are two names of one",
+          mend=SAVE,
+        )
+  _refuse_quantized(folder, dtypes)
+  return stored
 
 
-def _read_float(
-  path: pathlib.Path, file: "safetensors.safe_open", name: str
-) -> np.ndarray:
-  if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
-    raise ValueError(
-      f"{path}: expected {name} in {', '.join(DTYPES)}, got {dtype}; load the "
-      "unquantized checkpoint."
-    )
-  return file.get_tensor(name)
+def _refuse_quantized(folder: pathlib.Path, dtypes: Mapping[str, str]) -> None:
+  """Rejects weights that are no floats, by the names and dtypes of all tensors."""
+  for part, kind in QUANTIZED_TENSORS.items():
+    if found := next((name for name in dtypes if part in name.split(".")[-2:]), None):
+      raise NotImplementedRefusal(
+        folder,
+        expected="unquantized weights",
+        got=f"{found}, as {kind} has",
+        mend="load the checkpoint that was quantized",
+      )
+  for name, dtype in dtypes.items():
+    if dtype not in DTYPES:
+      kind = f" ({NARROW_DTYPES[dtype]})" if dtype in NARROW_DTYPES else ""
+      raise ValueRefusal(
+        folder,
+        expected=f"{name} in {', '.join(DTYPES)}",
+        got=f"{dtype}{kind}",
+        mend="load the unquantized checkpoint",
+      )
+
+
+def _refuse_prefix(stored: Mapping[Path, StoredTensor], folder: pathlib.Path) -> None:
+  """Names what stands before the names of all tensors, if that is why none fits."""
+  anchor = "embed_tokens.weight"
+  names = [tensor.name for tensor in stored.values()]
+  prefixes = {name.removesuffix(anchor) for name in names if name.endswith(anchor)}
+  if prefixes & {"", "model."}:
+    return
+  for prefix in sorted(prefixes):
+    if any(name.startswith(f"{prefix}layers.") for name in names):
+      wrappers = [text for start, text in WRAPPERS.items() if prefix.startswith(start)]
+      part = "it is a part of a larger model: save its language model alone"
+      raise ValueRefusal(
+        folder,
+        expected=f"tensors named model.{anchor} and so on",
+        got=f"the prefix {prefix} before their names, as in {prefix}{anchor}",
+        mend=f"{wrappers[0] if wrappers else part}",
+      )
 
 
 def params_path(name: str) -> Path:
@@ -186,10 +342,12 @@ def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> N
   if head is None or embedding is None:
     return
   if not np.array_equal(head.read(), embedding.read()):
-    raise ValueError(
-      f"{folder}: expected lm_head.weight to equal the embedding because "
-      "tie_word_embeddings is true, got other values; set it to false in config.json "
-      "or remove the tensor."
+    raise ValueRefusal(
+      folder,
+      expected="lm_head.weight to equal the embedding because tie_word_embeddings is "
+      "true",
+      got="other values",
+      mend="set it to false in config.json or remove the tensor",
     )
 
 
@@ -219,10 +377,11 @@ def save_folder(
   leaves = jax.tree_util.tree_leaves_with_path(params)
   tensors = {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}
   if {path: leaf.shape for path, leaf in tensors.items()} != expected:
-    raise ValueError(
-      f"{folder}: expected params of the {len(expected)} shapes that the config "
-      f"implies, got {len(tensors)} leaves of other names or shapes; pass the config "
-      "that the params were made with."
+    raise ValueRefusal(
+      folder,
+      expected=f"params of the {len(expected)} shapes that the config implies",
+      got=f"{len(tensors)} leaves of other names or shapes",
+      mend="pass the config that the params were made with",
     )
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")

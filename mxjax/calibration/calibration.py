@@ -63,13 +63,24 @@ def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, s
 def model_ids(
   model: CausalLanguageModel, tokens: Any, place: str, vocab_size: int | None = None
 ) -> np.ndarray:
-  """Checks a model's token ids with `token_ids`.
+  """Checks a model's token ids with `token_ids`, and their windows' length.
 
-  The vocabulary is that of `model.config`, if it has one and no `vocab_size` is given.
+  The vocabulary is that of `model.config`, if it has one and no `vocab_size` is given;
+  so are the positions.
+
+  Raises:
+    ValueError: There are ids outside the vocabulary, or windows longer than the model.
   """
   config = getattr(model, "config", None)
   vocabulary = vocab_size or getattr(config, "vocab_size", None)
-  return token_ids(tokens, place, vocabulary=vocabulary)
+  ids = token_ids(tokens, place, vocabulary=vocabulary)
+  positions = getattr(config, "max_positions", None)
+  if positions and ids.ndim and ids.shape[-1] > positions:
+    raise ValueError(
+      f"{place}: expected windows of at most {positions} tokens, the positions of the "
+      f"model, got {ids.shape[-1]}; ask for shorter windows."
+    )
+  return ids
 
 
 def replace_weights(

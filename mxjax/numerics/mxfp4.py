@@ -61,7 +61,12 @@ class Rules:
     for name, kind in (("scale_rule", ScaleRule), ("tie_rule", TieRule)):
       got, known = getattr(self, name), get_args(kind)
       if got not in known:
-        raise ValueRefusal("mxfp4.Rules", expected=f"{name} of {known}", got=repr(got))
+        raise ValueRefusal(
+          "mxfp4.Rules",
+          expected=f"{name} of {', '.join(known)}",
+          got=repr(got),
+          mend="take one of these",
+        )
 
 
 PAPER_RULES = Rules()

@@ -173,6 +173,7 @@ def _run_in(
     found.check(setup.program.name)
   if folder and not ended:
     folder.finish(compared, clock.seconds)
+  params = setup.joined(result)
   record = QuantizationRecord(
     program=dict(setup.program.describe()),
     contract_hash=setup.contract.hash,
@@ -186,7 +187,7 @@ def _run_in(
     mesh=placement.describe(),
     tuning=tuning,
   )
-  return Result(setup.joined(result), record, setup.reference)
+  return Result(params, record, setup.reference)
 
 
 def _streams(trajectories: Trajectories, *, saves: bool, is_last: bool) -> Any:

@@ -237,7 +237,7 @@ def originals(tiny_config, tiny_params, tmp_path_factory):
   weights.save_folder(model, to_hf_config(tiny_config), tiny_params)
   tiny.save_tokenizer(model, 61)
   eos = {
-    "eos_token": {"content": "a"},
+    "eos_token": {"__type": "AddedToken", "content": "a"},
     "chat_template": [{"name": "x", "template": "T"}],
   }
   (model / "tokenizer_config.json").write_text(json.dumps(eos))

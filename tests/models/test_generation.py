@@ -56,6 +56,21 @@ def test_after_the_end_token_a_row_holds_only_it(tiny):
     assert np.all(row[stop:] == eos)
 
 
+@pytest.mark.parametrize("cached", [{}, {"use_cache": True, "tokens_at_once": 3}])
+def test_each_of_several_end_tokens_ends_a_row(tiny, cached):
+  model, params, tokens = tiny
+  run = lambda **ends: np.asarray(
+    generate(model, params, tokens[:, :5], max_new_tokens=8, **cached, **ends)
+  )
+  free = run()
+  ends = [int(free[1, 8]), int(free[0, 6])]
+  for row, plain in zip(run(eos_id=ends), free, strict=True):
+    found = np.flatnonzero(np.isin(plain[5:], ends))
+    stop = 6 + int(found[0]) if found.size else plain.size
+    np.testing.assert_array_equal(row[:stop], plain[:stop])
+    assert np.all(row[stop:] == ends[0])
+
+
 def test_sampling_is_a_function_of_the_key(tiny):
   model, params, tokens = tiny
 

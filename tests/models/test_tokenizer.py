@@ -81,7 +81,9 @@ def test_a_template_of_the_tokenizer_is_a_prefix_and_not_in_every_text(folder):
   assert tokenizer.prefix_ids == (4,)
 
 
-@pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "special": True}])
+@pytest.mark.parametrize(
+  "token", ["<end>", {"__type": "AddedToken", "content": "<end>", "special": True}]
+)
 @pytest.mark.parametrize("template", ["T", [{"name": "default", "template": "T"}]])
 def test_settings_of_a_folder_are_read(folder, token, template):
   settings = {"eos_token": token, "bos_token": None, "chat_template": template}
@@ -90,6 +92,74 @@ def test_settings_of_a_folder_are_read(folder, token, template):
   assert (tokenizer.eos_id, tokenizer.chat_template) == (4, "T")
   (folder / "chat_template.jinja").write_text("apart")
   assert models.load_tokenizer(folder).chat_template == "apart"
+
+
+@pytest.mark.parametrize("template", ["<end> $A a", "$A <end>", "<end> $A <end> <end>"])
+def test_what_is_put_behind_a_text_is_never_in_front(folder, template):
+  path = str(folder / "tokenizer.json")
+  backend = tokenizers.Tokenizer.from_file(path)
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single=template, special_tokens=[("<end>", 4), ("a", 0)]
+  )
+  backend.save(path)
+  tokenizer = models.load_tokenizer(folder)
+  assert tokenizer.prefix_ids == ((4,) if template.startswith("<end>") else ())
+  assert tokenizer.encode("ab").tolist() == [3]
+
+
+@pytest.mark.parametrize("file", ["added_tokens_decoder", "added_tokens.json"])
+def test_tokens_added_outside_of_the_tokenizer_are_known(folder, file):
+  added = {"5": {"content": "<turn>", "special": True, "rstrip": True}}
+  settings = {"eos_token": "<turn>", "tokenizer_class": "PreTrainedTokenizerFast"}
+  if file == "added_tokens_decoder":
+    settings[file] = added
+  else:
+    (folder / file).write_text(json.dumps({"<turn>": 5}))
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  tokenizer = models.load_tokenizer(folder)
+  assert tokenizer.encode("ab<turn>").tolist() == [3, 5]
+  assert tokenizer.eos_id == 5
+
+
+def test_a_saved_tokenizer_is_the_same_tokenizer(folder, tmp_path):
+  template = [{"name": "default", "template": "T"}, {"name": "rag", "template": "R"}]
+  settings = {"eos_token": "<end>", "bos_token": "<begin>", "chat_template": template}
+  settings |= {"pad_token": "a"}
+  path = str(folder / "tokenizer.json")
+  backend = tokenizers.Tokenizer.from_file(path)
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single="<end> $A <end>", special_tokens=[("<end>", 4)]
+  )
+  backend.save(path)
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  one = models.load_tokenizer(folder)
+  (tmp_path / "saved").mkdir()
+  one.save(tmp_path / "saved")
+  other = models.load_tokenizer(tmp_path / "saved")
+  assert one.prefix_ids == other.prefix_ids == (4,)
+  assert one.fingerprint == other.fingerprint
+  assert one.auto.special_tokens_map == other.auto.special_tokens_map
+  assert one.auto.chat_template == other.auto.chat_template
+
+
+def test_named_templates_need_a_default_or_a_name(folder):
+  named = [{"name": "rag", "template": "R"}, {"name": "tools", "template": "T"}]
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+  tokenizer = models.load_tokenizer(folder)
+  assert tokenizer.chat_template is None
+  with pytest.raises(
+    ValueError, match="named default, got only those named rag, tools"
+  ):
+    tokenizer.chat_prompt([])
+  assert (
+    tokenizer.chat_prompt([{"role": "user", "content": "a"}], template="rag") == "R"
+  )
+
+
+def test_a_gguf_file_in_a_folder_is_to_be_named(tmp_path):
+  (tmp_path / "model.gguf").touch()
+  with pytest.raises(FileNotFoundError, match="GGUF file model.gguf; name the file"):
+    models.load_tokenizer(tmp_path)
 
 
 def test_what_a_tokenizer_was_last_used_with_cuts_no_text(folder):
@@ -154,7 +224,7 @@ def test_a_template_sees_the_special_tokens_and_may_refuse(folder):
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
   tokenizer = models.load_tokenizer(folder)
   assert tokenizer.chat_prompt([{"role": "user", "content": "a"}]) == "<end>1True"
-  with pytest.raises(ValueError, match="refuses these messages .no system."):
+  with pytest.raises(ValueError, match="template takes, got no system"):
     tokenizer.chat_prompt([{"role": "system", "content": "a"}])
 
 

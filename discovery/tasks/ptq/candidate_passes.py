@@ -210,7 +210,7 @@ class Passes:
     """
     _require_tiles("weight rows", weight.shape[-1])
     blocks, size, rows = weight.shape
-    factor = damped_factor(inputs)
+    factor, _ = damped_factor(inputs)
     wide = weight.astype(jnp.float64)
     residual = wide.reshape(-1, rows)
     maps, results = [], []

@@ -87,7 +87,7 @@ class Proxy:
     errors = []
     with precision.float64_scope():
       for weight, inputs, measured in self._parts.values():
-        leaf = program.quantize_linear(weight, inputs)
+        leaf = program.quantize_linear(weight, inputs).leaf
         at = leaf.input_map
         folded = execution.block_on_cpu(phases.fold_weight(weight, at))
         mapped = measured if at is None else at.apply(measured)

@@ -1,18 +1,27 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from mxjax.evaluation.measures.agreement import agreement
+from mxjax.models import CausalLM
 
+# More than one chunk of the output head.
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 300)).astype(np.int32)
 
 
-def test_kl_and_flips_equal_the_dense_float64_form(tiny_model, tiny_params):
+@pytest.fixture(scope="module")
+def long_model(tiny_config):
+  return CausalLM(dataclasses.replace(tiny_config, max_positions=512))
+
+
+def test_kl_and_flips_equal_the_dense_float64_form(long_model, tiny_params):
   params = tiny_params
   louder = jax.tree.map(lambda leaf: 2 * leaf, params["layers_1"]["mlp"])
   other = params | {"layers_1": params["layers_1"] | {"mlp": louder}}
-  got = agreement(tiny_model, params, other, TOKENS)
-  run = jax.jit(tiny_model.apply)
+  got = agreement(long_model, params, other, TOKENS)
+  run = jax.jit(long_model.apply)
   log_softmax = lambda x: x - np.log(np.exp(x).sum(-1, keepdims=True))
   exact, ours = (
     log_softmax(np.asarray(run({"params": p}, TOKENS[:, :-1]), np.float64))
@@ -28,7 +37,7 @@ def test_kl_and_flips_equal_the_dense_float64_form(tiny_model, tiny_params):
   assert summary["kl_median"] <= summary["kl_p99"] <= summary["kl_max"]
 
 
-def test_a_model_agrees_with_itself(tiny_model, tiny_params):
-  got = agreement(tiny_model, tiny_params, tiny_params, TOKENS)
+def test_a_model_agrees_with_itself(long_model, tiny_params):
+  got = agreement(long_model, tiny_params, tiny_params, TOKENS)
   np.testing.assert_allclose(got.divergence, 0, atol=1e-6)
   assert not got.is_flipped.any()

@@ -78,7 +78,7 @@ def test_tables_of_these_results_leave_what_is_missing_empty(evaluated, mxjax):
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    ([SOURCE, "--tasks", "boolq"], "use one of all, wikitext2"),
+    ([SOURCE, "--tasks", "boolq"], "expected one of all, wikitext2"),
     ([SOURCE, "--tasks", "c4"], "pass a text, JSONL or .npy file"),
   ],
 )

@@ -38,10 +38,13 @@ def gguf_tensor(golden, name, value):
   return f"blk.{parts[2]}.{kind}.{parts[-1]}", rows
 
 
-def write(golden, path, architecture="llama", extra=None):
-  """Writes a golden model as an F32 GGUF file, possibly with one tensor more."""
+def write(golden, path, architecture="llama", extra=None, keys=None, **options):
+  """Writes a golden model as an F32 GGUF file, possibly with a tensor or keys more."""
   config = golden.config
-  writer = gguf_package.GGUFWriter(path, architecture)
+  writer = gguf_package.GGUFWriter(path, architecture, **options)
+  kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+  for key, value in (keys or {}).items():
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
   for kind, name in {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -102,6 +105,99 @@ def test_a_gguf_file_equals_the_hf_folder(llama_golden, tmp_path):
 def test_what_is_not_supported_is_named(golden, tmp_path, options, error, message):
   path = write(golden, tmp_path / "other.gguf", **options)
   with pytest.raises(error, match=message):
+    models.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("llama.rope.scale_linear", 4.0),
+    ("llama.rope.scaling.factor", 4.0),
+    ("llama.rope.scaling.attn_factor", 1.5),
+    ("llama.rope.dimension_count", 4),
+    ("llama.rope.freq_base_swa", 5e5),
+    ("llama.expert_count", 8),
+    ("llama.attention.value_length", 64),
+    ("llama.attention.sliding_window", 16),
+    ("llama.attention.scale", 0.5),
+    ("llama.attention.clamp_kqv", 8.0),
+    ("llama.attention.causal", False),
+    ("llama.logit_scale", 2.0),
+    ("llama.residual_scale", 2.0),
+    ("llama.embedding_scale", 2.0),
+    ("llama.final_logit_softcapping", 30.0),
+    ("llama.tensor_data_layout", "another"),
+    ("llama.vocab_size", 7),
+    ("adapter.type", "lora"),
+    ("split.count", 2),
+    ("llama.what_comes_next_year", 1),
+  ],
+)
+def test_a_key_that_could_change_logits_is_refused_by_name(
+  golden, tmp_path, key, value
+):
+  path = write(golden, tmp_path / "other.gguf", keys={key: value})
+  with pytest.raises(NotImplementedError, match=f"changes no logit, got {key}="):
+    models.from_pretrained(path)
+
+
+def test_keys_that_change_nothing_are_no_reason_to_refuse(golden, tmp_path):
+  config = golden.config
+  keys = {
+    "general.type": "model",
+    "general.sampling.temp": 0.6,
+    "general.anything": "at all",
+    "quantize.imatrix.file": "x.dat",
+    "tokenizer.ggml.pre": "smollm",
+    "llama.vocab_size": config["vocab_size"],
+    "llama.rope.dimension_count": config["head_dim"],
+    "llama.attention.value_length": config["head_dim"],
+    "llama.attention.causal": True,
+    "llama.expert_count": 0,
+    "llama.rope.scaling.type": "none",
+    "llama.rope.scaling.finetuned": False,
+    "llama.tensor_data_layout": "Meta AI original pth",
+    "split.count": 1,
+  }
+  _, want = models.from_pretrained(write(golden, tmp_path / "plain.gguf"))
+  _, got = models.from_pretrained(write(golden, tmp_path / "more.gguf", keys=keys))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_an_adapter_is_no_model(golden, tmp_path):
+  path = write(golden, tmp_path / "lora.gguf", keys={"general.type": "adapter"})
+  with pytest.raises(NotImplementedError, match="whole model, got one of the type ada"):
+    models.from_pretrained(path)
+
+
+def test_ends_of_turns_are_stop_ids(golden, tmp_path):
+  keys = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
+  path = write(golden, tmp_path / "chat.gguf", keys=keys)
+  assert models.load_config(path).eos_ids == (2, 7)
+
+
+def test_another_byte_order_is_named(golden, tmp_path):
+  order = gguf_package.GGUFEndian.BIG
+  path = write(golden, tmp_path / "big.gguf", endianess=order)
+  with pytest.raises(NotImplementedError, match="got a big-endian one; convert"):
+    models.from_pretrained(path)
+
+
+@pytest.mark.parametrize("shift", [0, 32])
+def test_tensors_that_share_bytes_are_refused(golden, tmp_path, shift):
+  path = write(golden, tmp_path / "tiny.gguf")
+  reader = gguf.open_reader(path)
+  place = {tensor.name: tensor for tensor in reader.tensors}
+  offset = lambda name: int(place[name].data_offset) - reader.data_offset
+  field = place["blk.1.ffn_up.weight"].field
+  start = int(field.offset) + sum(int(part.nbytes) for part in field.parts[:-1])
+  data = bytearray(path.read_bytes())
+  moved = offset("blk.1.ffn_gate.weight") + shift
+  data[start : start + 8] = moved.to_bytes(8, "little")
+  path.write_bytes(data)
+  with pytest.raises(
+    ValueError, match=r"do not overlap, got blk.1.ffn_(up|gate).weight"
+  ):
     models.from_pretrained(path)
 
 

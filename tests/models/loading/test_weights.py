@@ -168,3 +168,110 @@ def test_a_folder_without_files_says_what_it_needs(golden, tmp_path):
   (golden.save(tmp_path / "hf") / "model.safetensors").unlink()
   with pytest.raises(FileNotFoundError, match="index"):
     models.from_pretrained(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+  ("prefix", "mend"),
+  [
+    ("model.language_model.", "part of a larger model"),
+    ("language_model.model.", "part of a larger model"),
+    ("_orig_mod.model.", "torch.compile"),
+    ("module.model.", "DataParallel"),
+    ("base_model.model.model.", "merge_and_unload"),
+  ],
+)
+def test_a_prefix_is_named_once_and_with_its_reason(golden, tmp_path, prefix, mend):
+  stored = {
+    name.replace("model.", prefix, 1) if name.startswith("model.") else name: value
+    for name, value in golden.weights.items()
+  }
+  with pytest.raises(ValueError, match=rf"the prefix {prefix} .*{mend}") as caught:
+    models.from_pretrained(golden.save(tmp_path / "hf", stored))
+  assert "missing" not in str(caught.value)
+
+
+def test_names_without_the_prefix_are_those_of_the_bare_model(golden, tmp_path):
+  bare = {name.removeprefix("model."): value for name, value in golden.weights.items()}
+  _, want = models.from_pretrained(golden.save(tmp_path / "hf"))
+  _, got = models.from_pretrained(golden.save(tmp_path / "bare", bare))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  both = bare | golden.weights
+  with pytest.raises(ValueError, match="which are two names of one"):
+    models.from_pretrained(golden.save(tmp_path / "both", both))
+
+
+@pytest.mark.parametrize(
+  ("files", "message"),
+  [
+    (["pytorch_model.bin"], r"only pickled weights \(pytorch_model.bin\)"),
+    (["pytorch_model.bin.index.json"], "only the index of pickled weights"),
+    (
+      ["model-00001-of-00002.safetensors"],
+      "1 shards without the index; download model",
+    ),
+    (
+      ["model.Q4_K_M.gguf"],
+      "GGUF file model.Q4_K_M.gguf; name the file, .*Q4_K_M.gguf",
+    ),
+    (
+      ["adapter_config.json", "adapter_model.safetensors"],
+      "adapter .*merge_and_unload",
+    ),
+    (["consolidated.safetensors"], r"other names \(consolidated.safetensors\)"),
+    (["tf_model.h5"], "another library"),
+    ([], "got no weights"),
+  ],
+)
+def test_weights_that_are_not_there_are_told_from_others(
+  golden, tmp_path, files, message
+):
+  (golden.save(tmp_path) / "model.safetensors").unlink()
+  for name in files:
+    (tmp_path / name).touch()
+  with pytest.raises(FileNotFoundError, match=message):
+    models.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [
+    ("mlp.up_proj.weight_scale_inv", "fp8 with block scales"),
+    ("mlp.up_proj.weight_packed", "compressed-tensors"),
+    ("mlp.up_proj.qweight", "GPTQ or AWQ"),
+    ("mlp.up_proj.weight.absmax", "bitsandbytes 4-bit"),
+    ("mlp.up_proj.SCB", "bitsandbytes int8"),
+    ("mlp.up_proj.scales", "MLX"),
+  ],
+)
+def test_quantized_tensors_are_refused_by_their_kind(golden, tmp_path, name, kind):
+  stored = golden.weights | {LAYER + name: np.ones(3, np.float32)}
+  with pytest.raises(NotImplementedError, match=f"{name}, as {kind} has"):
+    models.from_pretrained(golden.save(tmp_path, stored))
+
+
+def test_a_pointer_of_git_lfs_is_named(golden, tmp_path):
+  path = golden.save(tmp_path) / "model.safetensors"
+  path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+  with pytest.raises(ValueError, match="got a Git LFS pointer of .*git lfs pull"):
+    models.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("generation", "ends"),
+  [([7, 2], (2, 7)), (7, (2, 7)), (None, (2,)), ([], (2,)), ([2, 10**6, -1], (2,))],
+)
+def test_stop_ids_are_those_of_both_configs(golden, tmp_path, generation, ends):
+  folder = golden.save(tmp_path, eos_token_id=2)
+  values = {"eos_token_id": generation, "temperature": 0.5}
+  (folder / "generation_config.json").write_text(json.dumps(values))
+  assert models.load_config(folder).eos_ids == ends
+  assert models.load_config(folder / "config.json").eos_ids == ends
+  assert models.open_pretrained(folder)[1].config.eos_ids == ends
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"eos_token_id": "end"}'])
+def test_a_damaged_generation_config_is_named(golden, tmp_path, text):
+  folder = golden.save(tmp_path)
+  (folder / "generation_config.json").write_text(text)
+  with pytest.raises(ValueError, match="generation_config.json: expected"):
+    models.load_config(folder)

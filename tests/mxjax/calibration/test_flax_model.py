@@ -346,7 +346,7 @@ def test_what_is_missing_is_said_at_the_door(linen):
       (call(Recurrent()), "inputs of dense", "transformation"),
       (call(Encoder(), method="spinquant"), "spinquant", "a decoder"),
       (call(Encoder(), method="gptq+tune"), "differentiates the predictions"),
-      (call(Encoder(), store="here"), "no store"),
+      (call(Encoder(), store="here"), "got store"),
     ]
   )
 

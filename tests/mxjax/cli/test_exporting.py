@@ -100,7 +100,7 @@ def test_what_the_format_has_or_the_model_lacks_is_not_dropped(
     [
       (command(saved, out, "safetensors", "--drop", "maps"), "holds everything"),
       (
-        command(saved, out, "dequant", "--drop", "gains"),
+        command(saved, out, "dequant", "--drop", "clipping"),
         "expected --drop of what the model has (maps)",
       ),
     ]

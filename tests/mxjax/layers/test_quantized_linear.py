@@ -249,7 +249,7 @@ def test_an_int8_matrix_is_close_in_both_its_uses():
   bound = np.abs(np.asarray(x)).sum(1)[:, None] * half_step[None] + 1e-4
   assert (np.abs(got - want) <= bound).all()
   assert sizes.size_report({"weight": bytes_})["total"] == 96 * 64 + 4 * 96
-  with pytest.raises(ValueError, match="None, 'int8', got 'int4'"):
+  with pytest.raises(ValueError, match="None or 'int8', got 'int4'"):
     packed(table, embeddings="int4")
 
 

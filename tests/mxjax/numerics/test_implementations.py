@@ -32,7 +32,10 @@ def test_an_explicit_choice_is_taken_or_refused():
   refusals.check(
     [
       *(
-        (call(name, platform=platform, **obstacles), f"op: implementation='{name}'")
+        (
+          call(name, platform=platform, **obstacles),
+          f"op: expected a call that implementation='{name}'",
+        )
         for name, platform in EXPLICIT
         for obstacles in ({}, {"native": "of a reason", "pallas": "of a reason"})
       ),

@@ -117,7 +117,9 @@ def test_an_overflow_of_the_float_model_names_the_layer(tiny_params, calib):
   layer = jax.tree.map(lambda a: a, tiny_params["layers_0"])
   layer["mlp"]["down_proj"]["weight"] = layer["mlp"]["down_proj"]["weight"] * jnp.inf
   setup, trajectories = begun(tiny_params, calib)
-  with pytest.raises(FloatingPointError, match="hidden values leaving layers_0 are"):
+  with pytest.raises(
+    FloatingPointError, match="layers_0: expected finite hidden values"
+  ):
     Captured(setup, trajectories, layer)
 
 

@@ -17,12 +17,14 @@ from mxjax.run.record import linear_record
 
 @pytest.mark.parametrize("zero", ["weight", "inputs"])
 def test_a_linear_without_outputs_has_no_errors(zero):
-  """The journal holds records as JSON, which has no NaN."""
+  """The run folder holds records as JSON, which has no NaN."""
   draw = np.random.default_rng(0).standard_normal
   scale = lambda name: float(zero != name)
   weight = jnp.asarray(scale("weight") * draw((48, 64)), jnp.float32)
   x = jnp.asarray(scale("inputs") * draw((7, 64)), jnp.float32)
-  inputs = types.SimpleNamespace(record={}, probe=lambda count: mxfp4.to_blocks(x))
+  inputs = types.SimpleNamespace(
+    hessian_products=None, probe=lambda count: mxfp4.to_blocks(x)
+  )
   leaf = QuantizedLinear(mxfp4.encode(weight), None, Nearest())
   record = linear_record(weight, leaf, inputs)
   numbers = {name: value for name, value in record.items() if type(value) is float}

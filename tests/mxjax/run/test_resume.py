@@ -208,8 +208,8 @@ def test_how_often_hidden_states_are_written_depends_on_their_size(deep, tmp_pat
   assert [quantize.save_every(size) for size in sizes] == [1, 1, 1, 2, 6, 8]
   setup = Setup.of(*deep, PROGRAM, PAPER_CONTRACT, chunk=2)
   trajectories = Trajectories.begin(setup, None, Report(PROGRAM, 4, StageClock()))
-  hidden = trajectories.float_model.hidden
-  assert trajectories.nbytes() == 3 * sum(part.nbytes for part in hidden)
+  nbytes = trajectories.nbytes()
+  assert nbytes == 3 * sum(part.nbytes for part in trajectories.entering())
   assert run(*deep).record.save_every is None
   with pytest.raises(ValueError, match="save_every of at least 1, got 0"):
     run(*deep, tmp_path / "none", save_every=0)

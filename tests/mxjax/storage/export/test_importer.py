@@ -61,7 +61,7 @@ def test_damaged_tensors_are_named(rtn, compressed, tensors_in):
 
   cases = [
     ({scale: None}, scale, "weight_packed"),
-    ({scale: good[scale].at[0, 0].set(255)}, name, "1 scale bytes are 255"),
+    ({scale: good[scale].at[0, 0].set(255)}, name, "255", "got 1 of them"),
     ({"model.norm.weight": None}, "norm.weight is missing"),
     ({"model.extra.weight": jnp.ones(3)}, "extra.weight is unexpected"),
     ({f"{name}.weight": jnp.ones((96, 64))}, f"{name} packed or plain, got both"),

@@ -135,7 +135,7 @@ def test_what_the_code_does_not_know_is_refused(
     [
       (odd(rules=mxfp4.Rules(scale_rule="even")), "down_proj", "Rules", "--format"),
       (odd(rounding=Unrounded()), "down_proj", "A4 rule Unrounded"),
-      (write(bare), "up_proj", "not quantized"),
+      (write(bare), "up_proj", "only quantized linears"),
     ]
   )
   assert not (tmp_path / "out").exists()
