@@ -47,12 +47,12 @@ SEEDS, PAYOFF_SEEDS = tuple(range(301, 309)), tuple(range(201, 209))
 NOISY_SEEDS = tuple(range(221, 229))
 """Of the noisy regime of the real evaluator: earlier plans began some of 201 to 218."""
 WORLDS = {
-  "world": "world",
-  "payoff-noisy": "noisy-world",
-  "payoff-plain": "world",
+  "world": {"task": "world"},
+  "payoff-noisy": {"task": "world", "luck": 0.8},
+  "payoff-plain": {"task": "world"},
 }
 EXPECTED = {
-  "payoff-noisy": "many edits, 768, few of them right, and two of three gains are luck "
+  "payoff-noisy": "144 edits, few of them right, and two of three gains are luck "
   "that only a control shows. QuantForge ends lower on held-out data than Score-only, "
   "TextMem, ReflectMem, uniform random draws and shuffled verdicts in at least six of "
   "eight seeds.",
@@ -98,7 +98,7 @@ TUNED_IN_WORLDS = (31, 32, 33, 101, 102)
 
 def task(world, folder):
   if world in WORLDS:
-    return {"task": WORLDS[world]}
+    return dict(WORLDS[world])
   if (begun := study_cli.begun_task(folder)) is not None:
     return begun
   models = {

@@ -181,8 +181,7 @@ def build(bench, shape, key):
   """
   from mxjax import methods
   from mxjax.calibration.calibration import Calibration
-  from mxjax.run import run_state
-  from mxjax.run.quantize import run
+  from mxjax.run.quantize import run, save_every
 
   sequences, length = bench.size((128, 2048), (2, 16))
   config = gpu_models.config_of(shape, layers=2)
@@ -199,7 +198,9 @@ def build(bench, shape, key):
     # A build that is stopped at its limit leaves at least where its time went.
     told = lambda at: print(f"{time.perf_counter() - start:7.2f} s, {at}", flush=True)
     result = run(
-      *(params, Calibration(model, tokens), methods.HIRES),
+      params,
+      Calibration(model, tokens),
+      methods.HIRES,
       check=False,
       on_progress=told,
       run_dir=folder,
@@ -216,7 +217,7 @@ def build(bench, shape, key):
     on_disk, written = quantize(pathlib.Path(folder) / "run")
   # Two layers and the hidden states between them, of which HiRes has three sets.
   layer, writing = seconds / 2, written.clock.seconds["writing"]
-  saved = run_state.save_every(3 * tokens.size * shape.hidden * 2)
+  saved = save_every(3 * tokens.size * shape.hidden * 2)
   stats = jax.devices()[0].memory_stats() or {}
   return {
     "sequences": sequences,

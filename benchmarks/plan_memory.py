@@ -87,6 +87,7 @@ print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def make_checkpoint(folder, case):
   """Random weights, one shard a layer."""
   config = {
+    "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": case.vocabulary,
     "hidden_size": case.width,

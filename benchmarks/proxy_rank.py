@@ -1,12 +1,11 @@
 """How fast the free proxy of the ptq task is, and how well it ranks what is real.
 
-  python benchmarks/proxy_rank.py [--trees 24] [--seed 0]
+  python benchmarks/proxy_rank.py
 
-Candidates are the edit cards on the GPTQ program, and trees drawn for one of its hooks.
-On the small Llama-family model, each has its proxy, which includes tracing and
-compiling, the proxy again, compiled, and the KL divergence that an evaluator call
-measures. Rank correlations are Spearman's, over all candidates that run and over those
-whose KL is at most that of GPTQ plus a half.
+Candidates are the edit templates on the GPTQ program. On the small Llama-family model,
+each has its proxy, which includes tracing and compiling, the proxy again, compiled, and
+the KL divergence that an evaluator call measures. Rank correlations are Spearman's,
+over all candidates that run, and over those whose KL is at most GPTQ's plus a half.
 """
 
 import json
@@ -18,11 +17,10 @@ import numpy as np
 import scipy.stats
 
 from mxjax.discovery.core import store
-from mxjax.discovery.proposers.expressions import source, variation
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks.ptq import programs
-from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
+from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.models.loading import embedded
 
@@ -30,17 +28,13 @@ SHAPES = {"objective": "kl", "calibration": [8, 128], "windows": [16, 128]}
 RECOVERY = {"recover_value", "recover_mlp"}
 
 
-def candidates(interface, trees, seed):
+def candidates():
   """Sources by label, of which the proxy sees what changed."""
   start = programs.source("gptq")
   made = {"gptq": start}
   for card in EDIT_TEMPLATES:
     if not set(card.hooks) & RECOVERY:
       made[card.label(card.params[0])] = card.edit(start, card.params[0])
-  for index in range(trees):
-    hook = GRAMMAR.hooks[index % len(GRAMMAR.hooks)]
-    tree = variation.fresh(GRAMMAR, hook, variation.Draws(seed, index))
-    made[tree.text] = source.applied(start, GRAMMAR, interface, tree)
   return made
 
 
@@ -51,7 +45,7 @@ def correlation(rows):
   return {"rows": len(rows), "spearman": float(found.statistic)}
 
 
-def measured(trees, seed):
+def measured():
   """One row a candidate."""
   task = PtqTask(model=str(embedded.trained_folder("llama")), **SHAPES)
   executor = LocalExecutor(task)
@@ -60,7 +54,7 @@ def measured(trees, seed):
   again = executor.sibling(task.proxy())
   proxy = CachedEvaluator(task.proxy(), again, folder)
   seconds = []
-  for label, text in candidates(task.interface, trees, seed).items():
+  for label, text in candidates().items():
     start = time.perf_counter()
     prepared = real.prepare(text)
     (fast,) = proxy.measure(prepared.full_call)
@@ -74,11 +68,9 @@ def measured(trees, seed):
 
 def main():
   parser = common.parser(__doc__)
-  parser.add_argument("--trees", type=int, default=24)
-  parser.add_argument("--seed", type=int, default=0)
   options = parser.parse_args()
   rows = []
-  for row in measured(options.trees, options.seed):
+  for row in measured():
     rows.append(row)
     print(json.dumps(row), flush=True)
   ran = [row for row in rows if row["proxy"] is not None and row["kl"] is not None]
@@ -86,7 +78,7 @@ def main():
   middle = lambda key: float(np.median([row[key] for row in rows[1:]]))
   result = {
     **common.stamp("scipy"),
-    "options": SHAPES | {"trees": options.trees, "seed": options.seed},
+    "options": SHAPES,
     "all": correlation(ran),
     "near gptq": correlation(near),
     "median seconds": middle("seconds"),

@@ -21,6 +21,7 @@ class Story:
     outcomes: Its settled conditions, in order.
     skipped: Registered controls that were not needed after the primary run.
     diff: Unified diff from the parent's source.
+    adopted: Programs of its controls and probes that were kept for doing better.
   """
 
   packet: Event
@@ -30,6 +31,7 @@ class Story:
   checks: tuple[Event, ...]
   program: Event | None
   diff: str
+  adopted: tuple[str, ...] = ()
 
 
 def source(folder: pathlib.Path, program: str) -> str:
@@ -71,6 +73,7 @@ def _story(
     tuple(e for e in events if e["event"] == "check"),
     programs.get(body["program"]),
     diff,
+    tuple(e["program"] for e in events if e["event"] == "program"),
   )
 
 
@@ -82,7 +85,8 @@ def lineage(told: Sequence[Story], champion: str) -> list[Story]:
   """
   first: dict[str, Story] = {}
   for story in told:
-    first.setdefault(story.packet["packet"]["program"], story)
+    for program in (story.packet["packet"]["program"], *story.adopted):
+      first.setdefault(program, story)
   chain = []
   while champion in first:
     chain.append(first[champion])
@@ -99,15 +103,20 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
   named = [
     s
     for s in stories(folder, begun_events(folder))
-    if s.packet["packet"]["program"].startswith(program)
+    if any(name.startswith(program) for name in _programs(s))
   ]
-  names = {s.packet["packet"]["program"] for s in named}
+  names = {n for s in named for n in _programs(s) if n.startswith(program)}
   if len(names) != 1:
     raise ValueError(
       f"explain: {program!r} names {len(names)} programs of {folder}; use the first "
       "characters of an identity in the report."
     )
   return named
+
+
+def _programs(story: Story) -> tuple[str, ...]:
+  """Returns the candidate of a packet, and what was kept of its other conditions."""
+  return (story.packet["packet"]["program"], *story.adopted)
 
 
 def text(story: Story, margins: dict[str, float]) -> str:
@@ -122,6 +131,7 @@ def text(story: Story, margins: dict[str, float]) -> str:
     )
   if story.skipped:
     lines.append(f"not needed after the primary run: {', '.join(story.skipped)}")
+  lines += [f"kept as a program of its own: {name[:12]}" for name in story.adopted]
   if v := story.verdict:
     lines.append(
       f"verdict: {v['verdict']} ({v['reason']}); left {v['survivors']}; excluded "

@@ -37,16 +37,25 @@ class Verification:
   complaints: tuple[str, ...]
 
 
-def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
+def verify(
+  folder: pathlib.Path,
+  calls: int = 3,
+  seed: int = 0,
+  trusted: runs.Trusted | None = None,
+) -> Verification:
   """Checks a run; executes `calls` conditions chosen by `seed` again, without charge.
 
+  The folder is data: `trusted` says what of it may be executed, and where.
+
   Raises:
-    ValueError: The hash chain of the log is broken.
+    ValueError: The hash chain of the log is broken, or the folder asks for more than
+      that.
   """
   events = begun_events(folder)
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
   outcomes = [e for e in events if e["event"] == "outcome"]
   options = runs.read_options(folder)
+  (trusted or runs.Trusted()).check(options)
   task = task_.load(options.task)
   sources = sorted((folder / "programs").glob("*.py"))
   complaints = [

@@ -1,9 +1,10 @@
 """Parses and edits candidate source (hooks and a literal plan) without executing it."""
 
 import ast
+import copy
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mxjax.discovery.core import identity
@@ -77,6 +78,8 @@ def admit(source: str, interface: Interface) -> CandidateSource:
       raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {size}.")
     tree = _parsed(source)
     compile(tree, "<candidate>", "exec", dont_inherit=True)
+    # What Python cannot print again, such as some f-strings, cannot be edited later.
+    ast.parse(ast.unparse(tree))
   except RejectedError:
     raise
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -85,6 +88,7 @@ def admit(source: str, interface: Interface) -> CandidateSource:
     _check_node(node)
   hooks: dict[str, str] = {}
   plan = interface.default_plan
+  _check_plan_is_literal(tree)
   for node in tree.body:
     if isinstance(node, ast.FunctionDef):
       if node.name in hooks:
@@ -143,6 +147,30 @@ def _assigned(node: ast.stmt) -> str | None:
     target = node.targets[0]
     return target.id if isinstance(target, ast.Name) else None
   return None
+
+
+def _check_plan_is_literal(tree: ast.Module) -> None:
+  """Refuses every other way to give PLAN a value than one assignment of a literal.
+
+  The evaluator reads that one, and a program that trusts another would be misled.
+  """
+  plain = [node for node in tree.body if _assigned(node) == "PLAN"]
+  if len(plain) > 1:
+    _refuse(plain[1], "PLAN is assigned again; write it once")
+  for node in ast.walk(tree):
+    if node in plain:
+      continue
+    targets = [
+      *(node.targets if isinstance(node, ast.Assign | ast.Delete) else []),
+      *(
+        [node.target]
+        if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr | ast.For)
+        else []
+      ),
+    ]
+    named = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    if "PLAN" in named:
+      _refuse(node, "PLAN is changed; write it once, as PLAN = {...}")
 
 
 def _read_plan(node: ast.stmt, interface: Interface) -> dict[str, Any]:
@@ -222,32 +250,60 @@ def _normalized(source: str) -> str:
 def hook_keys(source: str, hooks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
   """Returns, per hook, a digest of everything that its tracing can depend on.
 
-  The digest covers the hook's own text, every statement that is not a function, the
-  functions that these name, directly or through others, and the sizes of its units.
-  Hooks with equal digests trace to the same program. `hooks` holds `Hook.to_dict()` by
-  name.
+  The digest covers, in the order of the module, every statement that runs when it is
+  imported, and the functions that the hook or these name, directly or through others;
+  PLAN with its value, if one of them names it; and the sizes of the hook's units. Hooks
+  with equal digests trace to the same program, each in a process of its own. `hooks`
+  holds `Hook.to_dict()` by name.
   """
   body = ast.parse(source).body
-  text = {n.name: ast.unparse(n) for n in body if isinstance(n, ast.FunctionDef)}
-  used = {n.name: _names(n) for n in body if isinstance(n, ast.FunctionDef)}
-  others = [
-    n for n in body if not isinstance(n, ast.FunctionDef) and _name(n) != "PLAN"
-  ]
-  rest = [ast.unparse(node) for node in others]
-  shared = {name for node in others for name in _names(node)}
+  used = {name: _names(n) for n in body if (name := _function(n))}
+  shared = {name for n in body if _runs(n) for name in _names(n)}
+  shared |= {name for n in body if _runs(n) and (name := _function(n))}
 
-  def reached(name: str) -> list[str]:
+  def seen(hook: str) -> list[str]:
     found: set[str] = set()
-    waiting = {name} | shared
+    waiting = {hook} | shared
     while waiting:
       found |= waiting
       waiting = {n for one in waiting for n in used.get(one, ())} - found
-    return [text[one] for one in sorted(found & text.keys())]
+    return [
+      ast.unparse(node)
+      for node in body
+      if (_name(node) == "PLAN" and "PLAN" in found)
+      or _runs(node)
+      or _function(node) in found
+    ]
 
   return {
-    name: identity.digest([name, rest, reached(name), spec["sizes"]])
+    name: identity.digest([name, seen(name), spec["sizes"]])
     for name, spec in hooks.items()
   }
+
+
+def _function(node: ast.stmt) -> str | None:
+  return node.name if isinstance(node, ast.FunctionDef) else None
+
+
+def _runs(node: ast.stmt) -> bool:
+  """Returns whether importing a module does more at a statement than to bind a name.
+
+  So do decorators, defaults and annotations of a function. PLAN is a literal, whose
+  value matters to those alone that name it.
+  """
+  if not isinstance(node, ast.FunctionDef):
+    return _name(node) != "PLAN"
+  given = node.args
+  arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+  arguments += [each for each in (given.vararg, given.kwarg) if each is not None]
+  executed = [
+    *node.decorator_list,
+    *given.defaults,
+    *(each for each in given.kw_defaults if each is not None),
+    *(each.annotation for each in arguments if each.annotation is not None),
+    *([node.returns] if node.returns is not None else []),
+  ]
+  return any(not isinstance(each, ast.Constant) for each in executed)
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -279,6 +335,94 @@ def with_functions(source: str, code: str, *, replace: bool = True) -> str:
   )
   tree.body[first:first] = added
   return ast.unparse(tree) + "\n"
+
+
+def graft(source: str, donor: str, parts: Iterable[str], interface: Interface) -> str:
+  """Returns a program with some hooks and plan values of another one.
+
+  Functions and constants that a grafted hook needs come with it; where the program has
+  others of the same name, they come under a new one.
+
+  Raises:
+    RejectedError: A source does not parse.
+  """
+  tree, other = _parsed(source), _parsed(donor)
+  chosen = {*parts}
+  mine = {name: ast.unparse(n) for n in tree.body if (name := _name(n))}
+  theirs = {name: n for n in other.body if (name := _name(n)) and name != "PLAN"}
+  hooks = [name for name in interface.names if name in chosen]
+  needed: set[str] = set()
+  waiting = {name for name in hooks if name in theirs}
+  while waiting:
+    needed |= waiting
+    waiting = {n for one in waiting for n in _names(theirs[one])} & {*theirs} - needed
+  taken = {
+    name: f"{name}_of_parent"
+    for name in needed - {*hooks}
+    if name in mine and mine[name] != ast.unparse(theirs[name])
+  }
+  added = [ast.unparse(_renamed(theirs[n], taken)) for n in theirs if n in needed]
+  # A hook that the donor leaves out has its default there.
+  added += [interface.hook(name).default for name in hooks if name not in theirs]
+  if {name for name in hooks if name not in theirs}:
+    source = with_functions(source, interface.header, replace=False)
+  grafted = with_functions(source, "\n".join(added))
+  plan = admit(donor, interface).plan
+  keys = [name for name in interface.plan if name in chosen]
+  return with_plan(grafted, {key: plan[key] for key in keys}) if keys else grafted
+
+
+def _renamed(node: ast.stmt, names: Mapping[str, str]) -> ast.stmt:
+  """Returns a copy of a statement with some names replaced."""
+  copied = copy.deepcopy(node)
+  for each in ast.walk(copied):
+    if isinstance(each, ast.Name) and each.id in names:
+      each.id = names[each.id]
+    if isinstance(each, ast.FunctionDef) and each.name in names:
+      each.name = names[each.name]
+  return copied
+
+
+def merged(source: str, code: str, plan: Mapping[str, Literal]) -> str:
+  """Returns `source` with functions and plan values changed, and the rest as written.
+
+  It executes as `with_functions` and `with_plan` would have it; comments and layout of
+  what does not change stay, so that a difference shows the edit alone.
+
+  Raises:
+    RejectedError: A source does not parse, or is nested too deep.
+  """
+  tree, new, lines = _parsed(source), _parsed(code), source.splitlines()
+  place = {name: n for n in tree.body if (name := _name(n))}
+  spans: dict[tuple[int, int], str] = {}
+  added: list[str] = []
+  known = {ast.unparse(n) for n in tree.body}
+  for node in new.body:
+    start, end = _span(node)
+    text = "\n".join(code.splitlines()[start:end])
+    if (name := _name(node)) in place:
+      spans[_span(place[name])] = text
+    elif ast.unparse(node) not in known:
+      added.append(text)
+  if plan and isinstance(node := place.get("PLAN"), ast.Assign):
+    values = ast.literal_eval(node.value) | dict(plan)
+    spans[_span(node)] = f"PLAN = {values!r}"
+  elif plan:
+    added.append(f"PLAN = {dict(plan)!r}")
+  functions = [_span(n)[0] for n in tree.body if isinstance(n, ast.FunctionDef)]
+  first = min(functions, default=len(lines))
+  if added:
+    spans[first, first] = "\n\n\n".join(added) + "\n\n"
+  for start, end in sorted(spans, reverse=True):
+    lines[start:end] = spans[start, end].splitlines()
+  return "\n".join(lines) + "\n"
+
+
+def _span(node: ast.stmt) -> tuple[int, int]:
+  """Returns the first line of a statement, with its decorators, and where it ends."""
+  above = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+  first = min([node.lineno, *(each.lineno for each in above)])
+  return first - 1, node.end_lineno or first
 
 
 def with_plan(source: str, updates: Mapping[str, Literal]) -> str:

@@ -11,35 +11,7 @@ from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.candidate_source import with_functions, with_plan
-from mxjax.discovery.core.residual import (
-  LUCK,
-  OTHER_TEXT,
-  PRIMARY,
-  Control,
-  Explanation,
-  Predicted,
-  Symbol,
-  disagree,
-)
-
-MISLED: tuple[tuple[str, str, Symbol, Symbol | None, Symbol], ...] = (
-  (LUCK, "the score's text happens to suit the edit", "down", None, "same"),
-  ("overfit", "the score's text gains and others lose", "down", "down", "up"),
-  ("overfit aside", "the same, beside the residual", "down", "same", "up"),
-  ("unlucky", "the score's text happens not to suit it", "same", "down", "down"),
-  ("unlucky aside", "the same, beside the residual", "same", "same", "down"),
-  ("veiled", "the score's text hides a loss", "same", "down", "up"),
-  ("unfit", "the score's text loses and others gain", "up", "down", "down"),
-  ("unfit aside", "the same, beside the residual", "up", "same", "down"),
-  ("spared", "the score's text loses and others do not", "up", "down", "same"),
-  ("spared aside", "the same, beside the residual", "up", "same", "same"),
-)
-"""Accounts by which the score's text is not like others.
-
-Each has a name, a statement, how the score moves, how the residual does if that is
-said, and how the score moves on other text. Where a score gains and its residual rises,
-no account is left but luck, so nothing is asked.
-"""
+from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,33 +59,6 @@ class EditTemplate:
       if not any(disagree(first, other.predicts(PRIMARY)) for other in kept):
         kept.append(account)
     return dataclasses.replace(self, explanations=tuple(kept))
-
-  def with_luck(self, target: str) -> "EditTemplate":
-    """Returns the edit with more accounts, which say that the score's text misleads.
-
-    A gain may be luck, and a loss may hide a gain unless the residual rose. Luck says
-    nothing of the residual. Every other account predicts on another text what it
-    predicts of the score.
-    """
-
-    def everywhere(account: Explanation) -> Explanation:
-      moves = account.predicts(PRIMARY).get(target)
-      shown: dict[str, Predicted] = {OTHER_TEXT: {OTHER_TEXT: moves}} if moves else {}
-      return dataclasses.replace(account, predictions={**account.predictions, **shown})
-
-    accounts = [everywhere(account) for account in self.explanations]
-    for name, told, scored, moves, shown in MISLED:
-      said: Predicted = {self.residual: moves} if moves else {}
-      predictions: dict[str, Predicted] = {
-        PRIMARY: {target: scored, **said},
-        OTHER_TEXT: {OTHER_TEXT: shown},
-      }
-      accounts.append(Explanation(name, told, predictions))
-    told = "the candidate and its parent are scored on text that no primary run sees"
-    control = Control(OTHER_TEXT, {"kind": OTHER_TEXT}, 1, told)
-    return dataclasses.replace(
-      self, explanations=tuple(accounts), controls=(*self.controls, control)
-    )
 
   def label(self, params: Mapping[str, Any]) -> str:
     """Returns the name of the edit with its parameters."""

@@ -25,6 +25,15 @@ class Aval:
     """Returns the form sent to workers: `[dtype, [dimensions]]`."""
     return [self.dtype, list(self.shape)]
 
+  @property
+  def text(self) -> str:
+    """Dtype and shape in words, such as `float32[32, width]`."""
+    return (
+      f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+      if self.shape
+      else (f"{self.dtype} scalar")
+    )
+
 
 Tree = Aval | Mapping[str, Aval]
 """One array, or a flat dictionary of named arrays."""
@@ -57,6 +66,18 @@ class Hook:
   def is_active(self, plan: Mapping[str, Literal]) -> bool:
     """Returns whether the evaluator calls this hook under a plan."""
     return self.active_when is None or plan[self.active_when[0]] in self.active_when[1]
+
+  @property
+  def signature(self) -> str:
+    """Arguments and results with shapes and dtypes, in words."""
+    shown = lambda tree: (
+      tree.text
+      if isinstance(tree, Aval)
+      else "{" + ", ".join(f'"{key}": {aval.text}' for key, aval in tree.items()) + "}"
+    )
+    arguments = ", ".join(f"{k}: {shown(tree)}" for k, tree in self.arguments.items())
+    results = ", ".join(aval.text for aval in self.outputs)
+    return f"{self.name}({arguments}) -> {results}"
 
   def to_dict(self, sizes: Sizes = ({},)) -> dict[str, Any]:
     """Returns what a worker needs to trace the hook or to check its artifacts.
@@ -96,11 +117,17 @@ class Interface:
     hooks: Hooks in the order in which they run.
     plan: Allowed values of every plan key, the default first.
     header: Imports at the top of the default program.
+    plan_docs: What each plan key decides, for people and prompts.
     sizes: Sizes of the units of the task's data, by the names in its hooks' shapes.
   """
 
   hooks: tuple[Hook, ...]
-  plan: Mapping[str, tuple[Literal, ...]]
+  plan: Mapping[str, tuple[Literal, ...]] = dataclasses.field(
+    default_factory=lambda: {"unused": (False,)}
+  )
+  plan_docs: Mapping[str, str] = dataclasses.field(
+    default_factory=lambda: {"unused": "nothing"}
+  )
   header: str = "import jax\nimport jax.numpy as jnp\n"
   sizes: Sizes = ({},)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core.packet import Condition
+from mxjax.discovery.core.proposal import Budget
 
 KINDS = ("candidate", "control", "probe")
 
@@ -98,6 +99,18 @@ class Ledger:
     after = Ledger(self.budget, max_tokens=self._max_tokens, max_cost=self._max_cost)
     after.proposer = self.proposer + Counter(usage)
     return bool(after.overspent)
+
+  def remaining(self) -> Budget:
+    """Returns what is left, as a proposer is told it."""
+    tokens = self.proposer["input_tokens"] + self.proposer["output_tokens"]
+    dollars = self.proposer["micro_dollars"] / 1e6
+    left = lambda most, used: None if most is None else max(most - used, 0)
+    return Budget(
+      calls_left=max(self.left, 0),
+      calls=self.budget,
+      tokens_left=left(self._max_tokens, tokens),
+      dollars_left=left(self._max_cost, dollars),
+    )
 
   def left_for(self, kind: str) -> int:
     """Calls of a kind that are neither charged nor reserved."""

@@ -3,18 +3,17 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import (
-  OTHER_TEXT,
   Control,
   Explanation,
   Residual,
   Symbol,
 )
 from mxjax.discovery.core.store import Store
-from mxjax.discovery.core.task import Call
+from mxjax.discovery.core.task import Call, Parts
 from mxjax.discovery.core.verdict import FORBIDDING
 
 Evidence = Literal["none", "score", "text", "reflect", "verdict"]
@@ -32,6 +31,7 @@ class Record:
     computation: Lowered identity of every hook, active or not.
     exec_id: Identity of its primary execution.
     outputs: Digests of named outputs.
+    parts: The observables part by part; see `Outcome`.
     is_accepted: Whether later programs may revise it: not, where a task has a second
       model, if it is no improvement of both.
   """
@@ -46,11 +46,55 @@ class Record:
   values: Mapping[str, float]
   outputs: Mapping[str, str]
   is_accepted: bool = True
+  parts: Parts = dataclasses.field(default_factory=dict)
 
   @property
   def full_call(self) -> Call:
     """The program's call with every hook, active or not."""
     return Call(self.computation, self.plan, {})
+
+
+class Ran(NamedTuple):
+  """What became of one condition of a packet beside its primary run.
+
+  Attributes:
+    condition: Its name.
+    status: How it ended, or `not needed`.
+    detail: What execution said, or why it was not needed.
+  """
+
+  condition: str
+  status: str
+  detail: str = ""
+  values: Mapping[str, float] = {}
+
+
+class Answered(NamedTuple):
+  """Whether a packet met a demand, and why the check says so; None if it cannot."""
+
+  response: str
+  about: str
+  implemented: bool | None
+  detail: str
+
+
+class Step(NamedTuple):
+  """One program of a lineage: the edit that made it, and its target."""
+
+  program: str
+  label: str
+  value: float
+  changed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+  """What is left of a run; None where there is no limit."""
+
+  calls_left: int
+  calls: int
+  tokens_left: int | None = None
+  dollars_left: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +110,6 @@ class Experiment:
       refused by the transfer model.
     transfers: Whether that model improved as well, or None if it was not asked.
     score: The measured target, or None.
-    proxy: The free proxy relative to the parent's, or None if it was not measured.
     feedback: What execution said: an error, or why the proposal was refused.
     diff: Unified difference from the parent's source.
     explanations: The registered accounts with their predictions, the focal one first.
@@ -74,6 +117,9 @@ class Experiment:
     excluded: Excluded accounts, each with the condition that contradicts it.
     survivors: Remaining explanations.
     implemented: Whether every demand on it was met, or None without one.
+    values: The measured observables.
+    ran: Its controls and probes, with their values or what went wrong.
+    answered: The demands that were checked on it, and why they count as met or not.
   """
 
   program: str
@@ -84,7 +130,6 @@ class Experiment:
   changes: Mapping[str, float]
   gain: bool
   score: float | None = None
-  proxy: float | None = None
   feedback: str = ""
   diff: str = ""
   verdict: str = ""
@@ -95,11 +140,9 @@ class Experiment:
   survivors: tuple[str, ...] = ()
   implemented: bool | None = None
   transfers: bool | None = None
-
-  @property
-  def shown(self) -> Symbol | None:
-    """How another text moved, if a control asked it and the arm may know."""
-    return self.observed.get(OTHER_TEXT, {}).get(OTHER_TEXT)
+  values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  ran: tuple[Ran, ...] = ()
+  answered: tuple[Answered, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +160,7 @@ class Demand:
     ran: The interventions of its controls that succeeded, or the computations of those
       that are programs.
     attempts: Responses that have failed their check so far.
+    about: The observables in one of which a response must show.
   """
 
   packet: str
@@ -131,6 +175,12 @@ class Demand:
   accounts: tuple[Explanation, ...] = ()
   ran: tuple[Mapping[str, Any], ...] = ()
   attempts: int = 0
+  about: tuple[str, ...] = ()
+
+  def same_question(self, other: "Demand") -> bool:
+    """Returns whether two demands are about one intervention and one observable."""
+    mine, theirs = ((d.residual.observable, d.intervention) for d in (self, other))
+    return mine == theirs
 
   @property
   def forbids(self) -> bool:
@@ -153,6 +203,13 @@ class Context:
     compiles: Whether verdicts become demands; otherwise they are reflected on freely.
     restarts: Whether every proposal revises the initial program, as in best-of-N.
     overspends: Whether a use, like that of `Proposal`, ends the proposer's budget.
+    checked: The demand that the next proposal is checked on, or None.
+    focus: The open question that this round is about, or None.
+    scopes: Hooks and plan keys that have been seen to move each observable.
+    lineage: The way from the initial program to the champion.
+    budget: What is left of the run.
+    review: Says why a proposal would be refused before it costs a call, or nothing.
+    ask: What the free proxy says of a source and of the part named, in words.
   """
 
   seed: int
@@ -169,6 +226,13 @@ class Context:
   compiles: bool = True
   restarts: bool = False
   overspends: Callable[[Mapping[str, int]], bool] = lambda usage: False
+  checked: Demand | None = None
+  focus: Residual | None = None
+  scopes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  lineage: tuple[Step, ...] = ()
+  budget: Budget | None = None
+  review: "Callable[[Proposal], str]" = lambda proposal: ""
+  ask: Callable[[str, str], str] = lambda source, part: "this task has no free proxy"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,6 +246,7 @@ class Proposal:
     declared: Hooks or plan keys that were changed, among them those of any response.
     usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
     replies: Endpoint and model of each reply, if there are several endpoints.
+    unusable: Why there is no program in it, for an answer that was none.
   """
 
   source: str
@@ -193,6 +258,7 @@ class Proposal:
   declared: tuple[str, ...] = ()
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
   replies: tuple[Mapping[str, str], ...] = ()
+  unusable: str = ""
 
   def __post_init__(self) -> None:
     """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""
@@ -272,7 +338,7 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   """Removes the fields of an experiment that an arm may not see.
 
-  Score-only sees code, scores, proxies, execution feedback and whether gains transfer.
+  Score-only sees code, scores, execution feedback and whether gains transfer.
   TextMem adds free-form summaries and the free observables; ReflectMem has the same
   diagnostics. Only QuantForge sees predictions, control outcomes, what they exclude and
   leave, and whether a response reached the code. Without evidence, only the edit and
@@ -282,9 +348,9 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
     return experiment
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
-    seen |= {"score", "proxy", "feedback", "diff", "transfers"}
+    seen |= {"score", "feedback", "diff", "transfers"}
   if evidence in ("text", "reflect"):
-    seen |= {"note", "changes"}
+    seen |= {"note", "changes", "values"}
   bare = Experiment("", "", "", "", "", {}, gain=False)
   shown = {name: getattr(experiment, name) for name in seen}
   return dataclasses.replace(bare, **shown)

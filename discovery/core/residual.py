@@ -9,8 +9,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Symbol = Literal["down", "same", "up"]
+Symbol = Literal["down", "same", "up", "kept", "lost", "reversed"]
+"""How an observable moved: three of the parent's value, three of the edit's change."""
 SYMBOLS: tuple[Symbol, ...] = ("down", "same", "up")
+"""Directions from the parent."""
+FATES: tuple[Symbol, ...] = ("kept", "lost", "reversed")
+"""What becomes of the candidate's own change where a control takes something away."""
+OF_EDIT = " of the edit"
+"""Ends the name under which the fate of an observable is kept beside its direction."""
+KEPT_SHARE = 0.5
+"""Share of the edit's change above which a control has kept it."""
 PRIMARY = "primary"
 """Name of the condition in which the candidate runs unchanged."""
 OTHER_TEXT = "other_text"
@@ -23,24 +31,66 @@ candidate is compared with.
 OF_PARENT = " of the parent"
 """Ends the name of the condition in which the parent runs under a control."""
 
-LUCK = "luck"
-"""Name of the account by which a gain is luck of the score's text."""
-
 Predicted = Mapping[str, Symbol]
-"""Predicted direction of observables from the parent; omitted ones are unpredicted."""
+"""Predicted movement of observables; omitted ones are unpredicted.
+
+A direction is kept under the observable's own name and a fate under `of_edit` of it, so
+that an account may predict both, and neither is compared with the other.
+"""
+
+
+def of_edit(observable: str) -> str:
+  """Returns the name under which the fate of an observable is kept."""
+  return observable + OF_EDIT
+
+
+def bare(observable: str) -> str:
+  """Returns the observable that a direction or a fate is about."""
+  return observable.removesuffix(OF_EDIT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """One account of why the intervention should help; `predictions` are by condition."""
+  """One account of why the intervention should help; `predictions` are by condition.
+
+  `rival` says that it is ours and not the proposer's: it stands beside those of a
+  proposal until its own control has told it from the focal account.
+  """
 
   name: str
   statement: str
   predictions: Mapping[str, Predicted]
+  rival: bool = False
+
+  def __post_init__(self) -> None:
+    """Keeps every fate under its own name."""
+    sorted_ = {
+      condition: {
+        of_edit(bare(name)) if symbol in FATES else name: symbol
+        for name, symbol in row.items()
+      }
+      for condition, row in self.predictions.items()
+    }
+    object.__setattr__(self, "predictions", sorted_)
 
   def predicts(self, condition: str) -> Predicted:
     """Returns the prediction for a condition, or an empty one if there is none."""
     return self.predictions.get(condition, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+  """An account of a gain that the trusted side sets beside a proposer's own.
+
+  It says that the target keeps its change under the intervention, which takes away what
+  the focal account credits; the focal account is held to the opposite. Where the
+  intervention takes away what the rival credits, such as luck, `keeps` is False.
+  """
+
+  name: str
+  statement: str
+  intervention: Mapping[str, Any]
+  keeps: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +128,20 @@ class Residual:
 
   Attributes:
     observable: The measured quantity that is too large.
-    computation: Hooks and plan keys that the question is about, never a single string;
-      implementation checks look only there.
+    computation: Hooks and plan keys that have been seen to move it, never a single
+      string. The search fills them in from what it has executed; a task leaves them
+      out.
   """
 
   program: str
   observable: str
   value: float
   threshold: float
-  computation: tuple[str, ...]
+  computation: tuple[str, ...] = ()
 
   def __post_init__(self) -> None:
-    """Rejects a computation that no check could look at."""
-    if isinstance(self.computation, str) or not self.computation:
+    """Rejects a string, each letter of which would pass for a hook."""
+    if isinstance(self.computation, str):
       raise ValueError(
         f"Residual {self.observable!r}: expected a tuple of hooks and plan keys as its "
         f"computation, got {self.computation!r}; name every one it is about."
@@ -109,11 +160,15 @@ class Residual:
 
 
 def disagree(a: Predicted, b: Predicted) -> bool:
-  """Returns whether two predictions name different symbols for some observable.
+  """Returns whether two predictions exclude each other for some observable.
 
-  An observable that either prediction omits cannot tell them apart.
+  An observable that either prediction omits cannot tell them apart, nor can `lost` and
+  `reversed`, of which the first contains the second.
   """
-  return any(a[name] != b[name] for name in a.keys() & b.keys())
+  return any(
+    not _met(a[name], b[name]) and not _met(b[name], a[name])
+    for name in a.keys() & b.keys()
+  )
 
 
 def symbol(change: float, margin: float) -> Symbol:
@@ -123,6 +178,24 @@ def symbol(change: float, margin: float) -> Symbol:
   return "down" if change < 0 else "up"
 
 
+def fate(edit: float, controlled: float, margin: float) -> Symbol | None:
+  """Returns what a control leaves of an edit's change; None if the edit made none.
+
+  Both changes are from the parent. `kept` is more than half of the edit's change,
+  `lost` half of it or less, and `reversed`, a part of `lost`, a change the other way by
+  more than the margin.
+  """
+  if abs(edit) <= margin:
+    return None
+  if controlled / edit > KEPT_SHARE:
+    return "kept"
+  return "reversed" if controlled * edit < 0 and abs(controlled) > margin else "lost"
+
+
 def consistent(predicted: Predicted, observed: Mapping[str, Symbol]) -> bool:
   """Returns whether every observable that was both predicted and observed matches."""
-  return all(observed.get(name, s) == s for name, s in predicted.items())
+  return all(_met(s, observed.get(name, s)) for name, s in predicted.items())
+
+
+def _met(predicted: Symbol, observed: Symbol) -> bool:
+  return predicted == observed or (predicted, observed) == ("lost", "reversed")

@@ -12,13 +12,15 @@ import importlib
 import inspect
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.interface import Interface, Literal
-from mxjax.discovery.core.residual import Residual
+from mxjax.discovery.core.interventions import Interventions
+from mxjax.discovery.core.residual import Residual, Rival
 
 
 class Status(enum.StrEnum):
@@ -35,6 +37,10 @@ class Status(enum.StrEnum):
   NOT_FINITE = "not_finite"
 
 
+Parts = Mapping[str, Mapping[str, float]]
+"""Numbers by observable and part."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
   """Result of one evaluator call; a failed call has no values and so no score.
@@ -42,12 +48,15 @@ class Outcome:
   Attributes:
     values: Finite observables by name.
     outputs: Digests of named intermediate outputs.
+    parts: The same observables part by part, such as by linear, for people and
+      prompts; nothing is decided by them.
   """
 
   status: Status
   values: Mapping[str, float] = dataclasses.field(default_factory=dict)
   outputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
   detail: str = ""
+  parts: Parts = dataclasses.field(default_factory=dict)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form."""
@@ -58,7 +67,8 @@ class Outcome:
     """Builds an outcome from the form of `to_dict` and checks it.
 
     Raises:
-      ValueError: An observable is not finite, or values and status do not match.
+      ValueError: An observable or a part of one is not finite, or values and status do
+        not match.
     """
     bad = [k for k, v in values["values"].items() if not identity.finite(v)]
     if bad or (values["status"] == Status.OK) != bool(values["values"]):
@@ -66,8 +76,20 @@ class Outcome:
         f"Outcome: expected finite observables exactly when the status is ok, got "
         f"status {values['status']!r} and bad values of {bad}."
       )
+    parts = values.get("parts", {})
+    rows = [*parts.values()] if isinstance(parts, dict) else [None]
+    if not all(isinstance(row, dict) for row in rows) or not all(
+      identity.finite(number) for row in rows for number in row.values()
+    ):
+      raise ValueError(
+        f"Outcome: expected finite numbers by observable and part, got {parts!r:.200}."
+      )
     return cls(
-      Status(values["status"]), values["values"], values["outputs"], values["detail"]
+      Status(values["status"]),
+      values["values"],
+      values["outputs"],
+      values["detail"],
+      parts,
     )
 
 
@@ -140,14 +162,7 @@ class ContractError(ValueError):
 
 
 class Task(Protocol):
-  """A search problem.
-
-  It may also have a `grammar` for `--proposer expressions`, and a method `proxy`, for
-  `--screen`, that returns the task of a cheap stand-in for its target. The latter may
-  have a method `unseen(call)`, the part of a program that the stand-in does not see:
-  with it, a program that is the same in that part and measures the same as one that ran
-  is refused.
-  """
+  """A search problem; `Defaults` has what a task may leave out."""
 
   @property
   def spec(self) -> Mapping[str, Any]:
@@ -174,8 +189,8 @@ class Task(Protocol):
     """Edit templates for the embedded proposer."""
 
   @property
-  def interventions(self) -> Mapping[str, str]:
-    """Kinds of control that the evaluator can run, and what each changes."""
+  def interventions(self) -> Interventions:
+    """Kinds of control that the evaluator can run, beside `program`."""
 
   @property
   def phases(self) -> Sequence[str]:
@@ -199,6 +214,69 @@ class Task(Protocol):
 
   def holdout(self) -> "Task | None":
     """Returns the same task on data that the search never sees, or None."""
+
+  @property
+  def description(self) -> str:
+    """What the task is about and what is fixed, in a few sentences for a prompt."""
+
+  @property
+  def observables(self) -> Mapping[str, str]:
+    """What each observable means, with its unit; `layer_N` stands for every layer."""
+
+  def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
+    """Returns why an intervention cannot be made in a candidate, or an empty string."""
+
+  def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
+    """Returns accounts of a gain that stand beside a proposer's own."""
+
+  def price(self, intervention: Mapping[str, Any]) -> int:
+    """Returns the calls that a condition is charged, by the tokens that it scores."""
+
+  def proxy(self) -> "Task | None":
+    """Returns the task of a free stand-in for the target, or None."""
+
+
+class Defaults:
+  """What a task may leave out; every task of a user's own class can inherit it."""
+
+  description = ""
+  observables: Mapping[str, str] = types.MappingProxyType({})
+  interventions: Interventions = types.MappingProxyType({})
+  regimes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
+  phases: Sequence[str] = ("measure",)
+
+  def readable(self, phase: str) -> Sequence[str]:
+    """Returns no files."""
+    del phase
+    return ()
+
+  def open(self, phase: str) -> Any:
+    """Returns the task, which is its own session."""
+    del phase
+    return self
+
+  def ideal(self) -> float:
+    """Returns 0."""
+    return 0.0
+
+  def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
+    """Refuses nothing."""
+    del intervention, own, parent
+    return ""
+
+  def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
+    """Has none."""
+    del own, parent
+    return ()
+
+  def price(self, intervention: Mapping[str, Any]) -> int:
+    """Charges a call for every condition."""
+    del intervention
+    return 1
+
+  def proxy(self) -> "Task | None":
+    """Has none."""
+    return None
 
 
 def transfer(task: Task) -> Task | None:
@@ -243,9 +321,32 @@ def module_file(task: Task) -> str:
 
 WORLDS: Mapping[str, str] = {
   "world": "mxjax.discovery.tasks.world:World",
-  "noisy-world": "mxjax.discovery.tasks.noisy_world:NoisyWorld",
 }
-"""Synthetic tasks, drawn by a seed."""
+"""The synthetic task, drawn by a seed."""
+
+
+BUILT_IN = (*WORLDS, "ptq")
+"""Tasks whose code is the library's own; any other runs code of somebody else."""
+
+
+def check_trusted(spec: Mapping[str, Any], given: Mapping[str, Any] | None) -> None:
+  """Refuses a task of a folder that would execute what only the folder names.
+
+  `given` is the specification that the caller was asked for, such as by `--task`.
+
+  Raises:
+    ValueError: The task is no built-in one, and not the one that was given.
+  """
+  if spec.get("task") in BUILT_IN and "path" not in spec:
+    return
+  place = lambda each: {k: each[k] for k in ("task", "path") if k in each}
+  if given is None or place(spec) != place(given):
+    where = f" of {spec['path']}" if "path" in spec else ""
+    raise ValueError(
+      f"task: the folder names a task with code of its own, "
+      f"{spec.get('task')!r}{where}, which would be executed; if you trust it, name it "
+      f"yourself by --task."
+    )
 
 
 def load(spec: Mapping[str, Any]) -> Task:

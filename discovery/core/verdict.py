@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mxjax.discovery.core.residual import (
-  LUCK,
-  OTHER_TEXT,
   PRIMARY,
   Explanation,
   Predicted,
@@ -146,14 +144,19 @@ def resolve(
   """Compares registered predictions with observations.
 
   The focal explanation comes first. `observed` holds symbols by condition and
-  observable, relative to the parent; `decide` describes the flags. Where a control
-  scored another text, a gain is one there; what only luck explains is none.
+  observable: directions from the parent, and under controls the fate of the edit's own
+  change. `decide` describes the flags. A rival that is ours and was never told from the
+  focal account leaves the question open, like any competitor.
   """
   focal = explanations[0]
   order = sorted(observed, key=lambda name: name != PRIMARY)
   against = lambda e: [n for n in order if not consistent(e.predicts(n), observed[n])]
   gone = {e.name: names[0] for e in explanations if (names := against(e))}
-  left = [e.name for e in explanations if e.name not in gone]
+  standing = [e for e in explanations if e.name not in gone]
+  if focal not in standing:
+    # A rival of ours is an account only of what its own control has shown.
+    standing = [e for e in standing if not e.rival or _is_tested(e, observed)]
+  left = [e.name for e in standing]
   if not left:
     survivors: Survivors = "none"
   elif len(left) > 1:
@@ -161,14 +164,13 @@ def resolve(
   else:
     survivors = "focal" if left[0] == focal.name else "competitor"
   primary = observed.get(PRIMARY, {})
-  scored = observed.get(OTHER_TEXT, {}).get(OTHER_TEXT, primary.get(target))
   signature: Predicted = {
     k: s for k, s in focal.predicts(PRIMARY).items() if k != target
   }
   verdict, reason = decide(
     is_safe=is_safe,
     is_equivalent=is_equivalent,
-    gains=scored == "down" and left != [LUCK],
+    gains=primary.get(target) == "down",
     shows_signature=bool(signature) and consistent(signature, primary),
     survivors=survivors,
   )
@@ -178,3 +180,13 @@ def resolve(
   )
   known = is_safe and not is_equivalent
   return Finding(verdict, reason, tuple(left), gone if known else {}, rivals)
+
+
+def _is_tested(
+  account: Explanation, observed: Mapping[str, Mapping[str, Symbol]]
+) -> bool:
+  """Returns whether a condition other than the primary run bore on an account."""
+  return any(
+    name != PRIMARY and set(account.predicts(name)) & set(observed[name])
+    for name in observed
+  )

@@ -21,7 +21,6 @@ from mxjax.discovery.core.proposal import (
   Proposal,
   ProposerError,
 )
-from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
@@ -47,11 +46,9 @@ class _Past:
   Attributes:
     trials: Experiments by label.
     changes: Changes of the target by template.
-    gains: Whether the experiments that ran gained, by family: on another text, if a
-      control asked it and the arm may know.
+    gains: Whether the experiments that ran gained, by family.
     supported: Families with a gain for the reason that the edit gave.
-    refuted: Families with a gain for another reason, where no control tells whether
-      the gain is luck: one that is not is worth having for whatever reason.
+    refuted: Families with a gain for another reason.
     best: The best gain, at least 1e-9.
   """
 
@@ -71,15 +68,14 @@ class _Past:
       template = id_of(experiment.label)
       change = experiment.changes.get(target, 0.0)
       self.trials[experiment.label].append(experiment)
-      if not experiment.shown:
-        self.changes[template].append(change)
-        self.best = max(self.best, -change)
+      self.changes[template].append(change)
+      self.best = max(self.best, -change)
       family = getattr(templates.get(template), "family", "")
       if experiment.status == "ok":
-        self.gains[family].append(_gained(experiment))
+        self.gains[family].append(experiment.gain)
       if experiment.verdict == Verdict.SUPPORTED:
         self.supported.add(family)
-      elif experiment.verdict == Verdict.TARGET_ONLY and not _tests_luck(experiment):
+      elif experiment.verdict == Verdict.TARGET_ONLY:
         self.refuted.add(family)
 
 
@@ -146,8 +142,9 @@ class EmbeddedProposer:
   def _allowed(self, options: list[_Option], context: Context) -> list[_Option]:
     """Masks the options by the demands on the parent; this is not a score bonus.
 
-    If the mask leaves nothing, this library cannot meet the demand, and options that
-    are not forbidden, or else all, are returned for the search to refuse.
+    Without a demand, edits for the question of this round go first. If the mask leaves
+    nothing, this library cannot meet the demand, and options that are not forbidden are
+    returned for the search to refuse.
     """
     if context.evidence != "verdict":
       return options
@@ -160,20 +157,9 @@ class EmbeddedProposer:
     if (demand := _asked(context)) is not None:
       focused = self._answers(live, demand)
     else:
-      # An excess may fall without its question being answered: only where a verdict
-      # bore an edit out does a closed question stay closed.
-      open_now = {r.observable for r in context.residuals}
-      done = self._answered(context) - open_now
-      focused = [o for o in live if o.template.residual not in done]
-    return focused or live or options
-
-  def _answered(self, context: Context) -> set[str | None]:
-    """Returns the observables of questions for which an edit was supported."""
-    return {
-      self._by_id[name].residual
-      for e in context.history
-      if e.verdict == Verdict.SUPPORTED and (name := id_of(e.label)) in self._by_id
-    }
+      asked = context.focus.observable if context.focus is not None else None
+      focused = [o for o in live if o.template.residual == asked]
+    return focused or live
 
   def _answers(self, options: list[_Option], demand: Demand) -> list[_Option]:
     template = self._by_id.get(id_of(demand.label))
@@ -213,7 +199,7 @@ class EmbeddedProposer:
 def _score(option: _Option, context: Context, past: _Past) -> float:
   """Adds prior, optimism and the terms that the arm's evidence allows."""
   prior = identity.draw(context.seed, option.label, "prior")
-  wins = sum(map(_gained, option.trials))
+  wins = sum(e.gain for e in option.trials)
   score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
   score += 0.3 * (wins - (len(option.trials) - wins))
   if context.evidence in ("text", "reflect", "verdict"):
@@ -225,7 +211,7 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
     if siblings := past.gains.get(option.template.family):
       score += 0.2 * (2 * sum(siblings) / len(siblings) - 1)
     score -= 0.5 * any(
-      not _gained(e) and e.parent == context.parent.id for e in option.trials
+      not e.gain and e.parent == context.parent.id for e in option.trials
     )
   if context.evidence == "verdict":
     # An idea that a control bore out goes first, one that it unmasked goes last.
@@ -235,16 +221,6 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
   return score + 0.1 * identity.draw(*where)
 
 
-def _gained(experiment: Experiment) -> bool:
-  """Whether an experiment gained: on another text, if a control asked it."""
-  return experiment.gain if experiment.shown is None else experiment.shown == "down"
-
-
-def _tests_luck(experiment: Experiment) -> bool:
-  """Whether some account of an experiment says what another text will show."""
-  return any(OTHER_TEXT in account.predictions for account in experiment.explanations)
-
-
 def _asked(context: Context) -> Demand | None:
-  """Returns the oldest demand for a change, if there is one."""
+  """Returns the demand that the proposal is checked on, if there is one."""
   return next((d for d in context.demands if not d.forbids), None)

@@ -28,6 +28,8 @@ MAX_REPLY_BYTES = 16 << 20
 MAX_TOKENS = 1 << 40
 """Of one reply, so that a price of it is a number."""
 PROBE_SECONDS = 10.0
+LOADING = 503
+"""What a local server answers while it loads its model."""
 SECRET_LENGTH = 8
 """Keys shorter than this, such as the `EMPTY` of a local server, are not cut out."""
 BEGINNING = b'{"reply": '
@@ -62,6 +64,10 @@ class Client(Protocol):
     Raises:
       OutageError: There was no usable answer within the deadline.
     """
+
+
+class _Loading(Exception):
+  """Cause of an outage of a server that was loading its model."""
 
 
 class _Connection:
@@ -161,14 +167,25 @@ class HttpClient:
     weakref.finalize(self, connection.close)
     return connection
 
-  def probe(self) -> Reply:
-    """Asks for one word within `PROBE_SECONDS`.
+  def probe(self, seconds: float = PROBE_SECONDS) -> Reply | None:
+    """Asks for one word within `seconds`; returns None if none came in that time.
+
+    A local server that still loads its model, or a model that reasons at length, is
+    slow to begin with, and no failure; a refused connection, key or address is one.
 
     Raises:
-      OutageError: See `Client.complete`.
+      OutageError: The endpoint is not there, or refuses the request.
     """
-    quick = dataclasses.replace(self, deadline=min(self.deadline, PROBE_SECONDS))
-    return quick.complete({"messages": [{"role": "user", "content": "Say yes."}]})
+    import httpx
+
+    quick = dataclasses.replace(self, deadline=min(self.deadline, seconds))
+    try:
+      return quick.complete({"messages": [{"role": "user", "content": "Say yes."}]})
+    except OutageError as error:
+      cause = error.__cause__
+      if isinstance(cause, httpx.ReadTimeout | _Loading):
+        return None
+      raise
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """See `Client.complete`; retries temporary errors and obeys Retry-After."""
@@ -178,20 +195,25 @@ class HttpClient:
     body = {**request, "model": self.model}
     while True:
       attempt += 1
-      after = ""
+      after, cause = "", None
       try:
         code, headers, data = self._kept.post(self._url(), body, self._headers(), end)
         data = _without(data, secrets)
         if httpx.codes.is_success(code):
-          return self._reply(data, attempt)
+          # Gateways put the error of a provider behind them into a reply of their own.
+          if (inside := _error_inside(data)) is None:
+            return self._reply(data, attempt)
+          code = inside
         if code not in RETRIED:
           raise OutageError(
             f"endpoint: {self.base_url} answered HTTP {code}: {_shown(data)}; "
             + ("give the address it leads to." if 300 <= code < 400 else "mend that.")
           )
         reason, after = f"HTTP {code}", headers.get("Retry-After", "")
+        cause = _Loading() if code == LOADING else None
       except (httpx.TransportError, httpx.DecodingError) as error:
         reason = _without(f"{type(error).__name__}: {error}".encode(), secrets).decode()
+        cause = error
       jitter = 0.5 + identity.draw(identity.digest(dict(request)), attempt)
       wait = max(self.pause * 2 ** (attempt - 1) * jitter, _seconds(after))
       if time.monotonic() + wait > end:
@@ -199,7 +221,7 @@ class HttpClient:
           f"endpoint: {self.base_url} gave no answer in {attempt} tries within "
           f"{self.deadline:g} s; the last was {reason!r:.300}, and the next would be "
           f"in {wait:.3g} s."
-        )
+        ) from cause
       LOG.warning("endpoint: %.300r; try %d in %.1f s", reason, attempt + 1, wait)
       time.sleep(wait)
 
@@ -247,18 +269,18 @@ class HttpClient:
       body = json.loads(data)
       choice, usage = body["choices"][0], body.get("usage") or {}
       if self.metered and not (
-        usage.get("prompt_tokens") and "completion_tokens" in usage
+        usage.get("prompt_tokens") and usage.get("completion_tokens") is not None
       ):
         raise OutageError(
           f"endpoint: {self.base_url} does not say how many tokens a reply took, got "
           f"{usage!r:.200}; run without --max-tokens and --max-cost, or ask another."
         )
       reply = Reply(
-        text=choice["message"]["content"] or "",
+        text=_text(choice["message"]["content"]),
         model=body.get("model") or self.model,
         finish_reason=choice.get("finish_reason") or "",
-        input_tokens=usage.get("prompt_tokens", 0),
-        output_tokens=usage.get("completion_tokens", 0),
+        input_tokens=_tokens(usage.get("prompt_tokens")),
+        output_tokens=_tokens(usage.get("completion_tokens")),
         attempts=attempt,
       )
       # Half a surrogate pair is JSON, but no text that a file or a request can hold.
@@ -276,6 +298,39 @@ class HttpClient:
         f"endpoint: {self.base_url} answered no chat completion: {_shown(data)}; check "
         "that the address ends before /chat/completions."
       ) from None
+
+
+def _error_inside(data: bytes) -> int | None:
+  """Returns the status of an error in a body that says it is none, or None.
+
+  An empty list of choices counts as 502: the provider gave nothing.
+  """
+  try:
+    body = json.loads(data)
+  except (ValueError, RecursionError):
+    return None
+  if not isinstance(body, dict):
+    return None
+  error = body.get("error")
+  if isinstance(error, dict) and not body.get("choices"):
+    code = error.get("code")
+    return code if isinstance(code, int) and not isinstance(code, bool) else 500
+  return 502 if body.get("choices") == [] else None
+
+
+def _text(content: Any) -> str:
+  """Returns the text of a message, which may be a list of parts."""
+  if isinstance(content, list):
+    texts = [part["text"] for part in content if part.get("type") == "text"]
+    return "".join(texts)
+  return content or ""
+
+
+def _tokens(count: Any) -> Any:
+  """Returns a count of tokens as an integer where it is one; null is 0."""
+  if count is None:
+    return 0
+  return int(count) if isinstance(count, float) and count.is_integer() else count
 
 
 def _without(data: bytes, secrets: Iterable[bytes]) -> bytes:

@@ -49,15 +49,16 @@ class HumanProposer:
         raise OutageError(f"human: no {path} within {self._seconds:g} s")
       time.sleep(self._poll)
     try:
-      return self._read(path).proposal({"calls": 1})
+      answer = self._read(path)
+      return answer.proposal(context.parent.source, self._task.interface, {"calls": 1})
     except ValueError as error:
       told = str(error)
       if isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]
         told = f"{'.'.join(map(str, first['loc'])) or 'answer'}: {first['msg']}"
       raise OutageError(
-        f"human: {path}: expected a JSON object with source and label, got: {told}; "
-        "mend the file."
+        f"human: {path}: expected a JSON object with code, plan or source, got: "
+        f"{told}; mend the file."
       ) from error
 
   def _read(self, path: pathlib.Path) -> Answer:

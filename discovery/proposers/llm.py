@@ -1,66 +1,157 @@
-"""A language model as the proposer: sends the prompt and parses the answer."""
+"""A language model as the proposer: sends the prompt, reads and repairs the answer."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.candidate_source import admit
+from mxjax.discovery.core.candidate_source import (
+  MAX_BYTES,
+  RejectedError,
+  admit,
+  merged,
+)
+from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.proposal import Context, OutageError, Proposal
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
-from mxjax.discovery.proposers import prompt
+from mxjax.discovery.proposers import prompt, reading
 from mxjax.discovery.proposers.endpoint import Client, Reply
 
 UNUSABLE_IN_A_ROW = 5
 """Proposals without a usable answer after which the model counts as out of order."""
+REPAIRS = 2
+"""Times that a refused answer is sent back with the reason."""
+ASKS = 2
+"""Times that the free proxy answers about a program before it is proposed."""
+
+Name = Annotated[str, pydantic.Field(min_length=1, max_length=120)]
+Words = Annotated[str, pydantic.Field(max_length=2000)]
+Symbols = dict[Name, Literal["down", "same", "up", "kept", "lost", "reversed"]]
 
 
 class _Explanation(pydantic.BaseModel, extra="forbid", strict=True):
-  name: str
-  statement: str = ""
-  predictions: dict[str, dict[str, Literal["down", "same", "up"]]]
+  name: Name
+  statement: Words = ""
+  predictions: Annotated[dict[Name, Symbols], pydantic.Field(max_length=64)]
 
 
 class _Control(pydantic.BaseModel, extra="forbid", strict=True):
-  name: str
-  intervention: dict[str, Any]
-  cost: int = 1
-  statement: str = ""
+  name: Name
+  intervention: Annotated[dict[str, Any], pydantic.Field(max_length=8)]
+  # Models like to say what a control costs; the evaluator decides it.
+  cost: Any = pydantic.Field(None, exclude=True)
+  statement: Words = ""
 
 
 class Answer(pydantic.BaseModel, extra="forbid", strict=True):
-  """The structured output requested from a model."""
+  """The structured output requested from a model, and what a person writes.
 
-  source: str
-  label: str
-  note: str = ""
-  residual: str | None = None
-  explanations: list[_Explanation] = []
-  controls: list[_Control] = []
-  declared: list[str] = []
+  Attributes:
+    source: The whole module; or else
+    code: Functions that are merged into the parent's program, by name, and
+    plan: Values of PLAN that change.
+    ask: A part of which the free proxy is asked before the program is proposed.
+  """
 
-  def proposal(self, usage: Mapping[str, int]) -> Proposal:
+  label: Annotated[str, pydantic.Field(max_length=200)] = ""
+  note: Annotated[str, pydantic.Field(max_length=4000)] = ""
+  source: Annotated[str, pydantic.Field(max_length=MAX_BYTES)] = ""
+  code: Annotated[str, pydantic.Field(max_length=MAX_BYTES)] = ""
+  plan: Annotated[dict[Name, str | int | bool], pydantic.Field(max_length=64)] = {}
+  residual: Name | None = None
+  explanations: Annotated[list[_Explanation], pydantic.Field(max_length=16)] = []
+  controls: Annotated[list[_Control], pydantic.Field(max_length=64)] = []
+  declared: Annotated[list[Name], pydantic.Field(max_length=64)] = []
+  ask: Annotated[str, pydantic.Field(max_length=200)] = ""
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _without_nulls(cls, values: Any) -> Any:
+    """Takes a null in any place for what was left out."""
+    return _bare(values) if isinstance(values, dict) else values
+
+  def merged(self, parent: str, interface: Interface) -> str:
+    """Returns the whole program: the module, or the parent with what changes.
+
+    Raises:
+      ValueError: There is no change, or both forms of one.
+    """
+    if self.source and (self.code or self.plan):
+      raise ValueError(
+        "answer: expected either `source` (the whole module) or `code` and `plan` "
+        "(what changes), got both; leave one out."
+      )
+    if self.source:
+      return self.source
+    if not (self.code or self.plan):
+      raise ValueError(
+        "answer: expected `code` (functions that you change), `plan` (values that you "
+        "change) or `source` (the whole module), got none; write one."
+      )
+    plan = {k: v for k, v in self.plan.items() if k in interface.plan}
+    if unknown := sorted({*self.plan} - {*plan}):
+      raise ValueError(
+        f"plan: expected keys among {', '.join(interface.plan)}, got "
+        f"{', '.join(unknown)}; use one of these."
+      )
+    return merged(parent, self.code, plan)
+
+  def proposal(
+    self, parent: str, interface: Interface, usage: Mapping[str, int]
+  ) -> Proposal:
     """Returns the proposal that the answer describes.
 
     Raises:
-      ValueError: The ledger cannot charge a control.
+      ValueError: It is none, or its program is not admitted.
     """
-    return Proposal.from_dict({**self.model_dump(), "usage": usage})
+    source = self.merged(parent, interface)
+    mine, before = admit(source, interface), admit(parent, interface)
+    changed = [
+      name
+      for name in dict.fromkeys((*interface.names, *interface.plan))
+      if mine.hooks.get(name) != before.hooks.get(name)
+      or mine.plan.get(name) != before.plan.get(name)
+    ]
+    values = self.model_dump(
+      include={"note", "residual", "explanations", "controls", "declared"}
+    )
+    values |= {"source": source, "label": self.label or "an edit", "usage": usage}
+    return Proposal.from_dict({**values, "declared": self.declared or changed})
 
 
-def _json_of(text: str) -> str:
-  """Extracts the JSON object of a reply: all of it, or the inside of its code fence."""
-  if "```" not in text or text.lstrip().startswith("{"):
-    return text
-  inside = text.split("```")[1]
-  return inside.removeprefix("json").strip()
+def _bare(values: Any) -> Any:
+  if isinstance(values, dict):
+    return {k: _bare(v) for k, v in values.items() if v is not None}
+  return [_bare(v) for v in values] if isinstance(values, list) else values
+
+
+KEYS = frozenset(("source", "code", "plan", "label", "ask"))
+"""One of these is in every answer; other objects of a reply are passed over."""
+
+
+def read(text: str) -> Answer:
+  """Returns the answer in a reply.
+
+  Raises:
+    ValueError: There is none; one sentence says what is wrong with it.
+  """
+  try:
+    return Answer.model_validate(reading.answer(text, KEYS))
+  except pydantic.ValidationError as error:
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"])) or "answer"
+    raise ValueError(
+      f"{place}: {first['msg']}, got {json.dumps(first['input'], default=str)[:200]}; "
+      f"mend it. The fields are {', '.join(Answer.model_fields)}."
+    ) from None
 
 
 class LlmProposer:
-  """Proposals by a language model, with one repair turn."""
+  """Proposals by a language model, with two repair turns."""
 
   def __init__(
     self,
@@ -80,7 +171,11 @@ class LlmProposer:
     such as `high` in the paper; None leaves the endpoint's default.
     `endpoint`, if given, is named in each proposal with the models that answered.
     `store` keeps replies, so that none is paid for twice.
+
+    Raises:
+      ValueError: The task does not say what its hooks and observables are.
     """
+    prompt.check_described(task)
     self._client, self._task, self._count, self._price = client, task, count, price
     self._effort = {"reasoning_effort": effort} if effort else {}
     self._endpoint, self._store = endpoint, store
@@ -88,19 +183,22 @@ class LlmProposer:
     self._unusable = 0
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`; an answer that is not admitted gets one repair turn.
+    """See `Proposer.propose`; a refused answer is sent back twice, with the reason.
 
-    There is none once the answer has used up the run's tokens or money.
+    So is what the free proxy says, if it was asked. There is no further turn once the
+    answer has used up the run's tokens or money.
 
     Raises:
       OutageError: The client has no answer, or too many in a row were unusable.
     """
     messages = prompt.messages(context, self._task, count=self._count)
     usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
-    complaint = ""
     replies: list[dict[str, str]] = []
-    for turn in range(2):
+    repairs = asks = turn = 0
+    proposal, complaint = None, ""
+    while True:
       reply = self._reply(context, turn, self._request(messages))
+      turn += 1
       if self._endpoint:
         replies.append({"endpoint": self._endpoint, "model": reply.model})
       usage["calls"] += 1
@@ -108,40 +206,63 @@ class LlmProposer:
       usage["output_tokens"] += reply.output_tokens
       usage["micro_dollars"] += self._price(reply)
       try:
-        proposal = Answer.model_validate_json(_json_of(reply.text)).proposal(usage)
-        proposal = dataclasses.replace(proposal, replies=tuple(replies))
-        admit(proposal.source, self._task.interface)
-        self._unusable = 0
-        return proposal
-      except ValueError as error:
-        complaint = str(error)[:2000]
-        if context.overspends(usage):
-          break
-        repair = [
-          {"role": "assistant", "content": reply.text},
-          {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
-        ]
-        size = sum(self._count(message["content"]) for message in repair)
-        try:
-          first = prompt.messages(context, self._task, count=self._count, reserve=size)
-        except ValueError:
-          complaint += " The reply is too long for a repair turn."
-          break
-        messages = [*first, *repair]
+        answer = read(reply.text)
+        read_ = answer.proposal(context.parent.source, self._task.interface, usage)
+      except (ValueError, RejectedError) as error:
+        complaint = str(error)
+      else:
+        proposal = dataclasses.replace(read_, replies=tuple(replies))
+        if answer.ask and asks < ASKS and not context.overspends(usage):
+          asks += 1
+          told = context.ask(proposal.source, answer.ask)
+          told += " Now answer again, with this program or another, without `ask`."
+          if (more := self._turn(context, messages, reply.text, told)) is not None:
+            messages = more
+            continue
+        complaint = context.review(proposal)
+      if not complaint or repairs == REPAIRS or context.overspends(usage):
+        break
+      repairs += 1
+      told = f"That was not accepted, and cost no call: {complaint[:3000]} Repair it: "
+      told += "answer with the whole object again."
+      if (more := self._turn(context, messages, reply.text, told)) is None:
+        complaint += " The reply is too long for a repair turn."
+        break
+      messages = more
+    if proposal is not None:
+      # What is still refused is booked by the search, with its own words.
+      self._unusable = 0
+      return dataclasses.replace(proposal, usage=usage, replies=tuple(replies))
     self._unusable += 1
     if self._unusable >= UNUSABLE_IN_A_ROW:
       raise OutageError(
         f"llm: {self._unusable} answers of {self.name} in a row were no proposals; the "
         f"last: {complaint[:200]!r}; choose another model."
       )
-    # The search books this as a rejected proposal: proposer calls, no evaluator call.
+    # The search books this as a refused proposal: proposer calls, no evaluator call.
     return Proposal(
       source="",
       label="unusable answer",
-      note=complaint,
       usage=usage,
       replies=tuple(replies),
+      unusable=complaint[:3000],
     )
+
+  def _turn(
+    self, context: Context, messages: list[dict[str, str]], answer: str, told: str
+  ) -> list[dict[str, str]] | None:
+    """Returns the messages with one more turn, or None if it does not fit."""
+    later = [
+      *messages[2:],
+      {"role": "assistant", "content": answer},
+      {"role": "user", "content": told},
+    ]
+    size = sum(self._count(message["content"]) for message in later)
+    try:
+      first = prompt.messages(context, self._task, count=self._count, reserve=size)
+    except ValueError:
+      return None
+    return [*first, *later]
 
   def _reply(self, context: Context, turn: int, request: dict[str, Any]) -> Reply:
     """Returns a reply, from the run folder if it was paid for before."""

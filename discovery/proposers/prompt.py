@@ -2,16 +2,22 @@
 
 Paper: Appendix "Reflection prompt and memory". Memory keeps the champion, the latest 20
 experiments, up to 16 failed directions and up to 16 successful mechanisms; residuals,
-demands, donors and what packets registered and showed count towards its allowance.
+demands, lineage and what packets registered and showed count towards its allowance.
 When it exceeds its allowance, it merges duplicates first and then drops the least
 relevant of the older entries; failures are not dropped before others.
 """
 
 import dataclasses
+import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from mxjax.discovery.core.proposal import Context, Demand, Experiment, Record
+from mxjax.discovery.core import interventions, limits
+from mxjax.discovery.core.candidate_source import MAX_BYTES
+from mxjax.discovery.core.interface import Hook
+from mxjax.discovery.core.proposal import Context, Demand, Evidence, Experiment
+from mxjax.discovery.core.residual import Residual, bare
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import Response
 
@@ -32,13 +38,13 @@ REFLECTION = (
 """The paper's instruction to ReflectMem, as printed there."""
 
 RESPONSES: Mapping[str, str] = {
-  Response.EXTEND: "extend or compose the direction there",
-  Response.REPAIR_EXPLANATION: "repair the explanation: change the computation and "
-  "register a focal account that the verdict did not exclude",
+  Response.EXTEND: "extend the supported edit or compose it with more",
+  Response.REPAIR_EXPLANATION: "repair the explanation: change the computation and put "
+  "an account first that the verdict did not exclude",
   Response.REPAIR_TRANSFER: "repair transfer to the target: change the computation and "
   "predict that the target goes down",
   Response.RETIRE: "retire the intervention: leave the computation as before it, or "
-  "make it execute something else",
+  "make a change there that matters",
   Response.ADD_DISCRIMINATOR: "add a discriminator: repeat the edit, register what is "
   "left standing by the same names and a new control under which two of them predict "
   "differently; if nothing is left, change the computation and register a new account",
@@ -66,25 +72,31 @@ def _table(conditions: Mapping[str, Mapping[str, str]]) -> str:
   return "; ".join(f"{name}: {cells(row)}" for name, row in conditions.items())
 
 
+def _numbers(values: Mapping[str, float], names: Iterable[str]) -> str:
+  return ", ".join(f"{k} {values[k]:.4g}" for k in sorted({*names} & {*values}))
+
+
 def entry_text(experiment: Experiment) -> str:
   """Renders an experiment for memory, with whatever its arm may see of it.
 
-  A packet shows what each account predicted, what its conditions showed of that, what
-  this excluded by which condition, and what is left.
+  A packet shows what each account predicted, the values that its conditions gave, what
+  became of every control, what the observations excluded by which condition, what is
+  left, and why an answer to a demand counted or did not.
   """
   e = experiment
+  moved = [
+    f"{k} {e.values[k]:.4g} ({v:+.3g})" if k in e.values else f"{k} {v:+.4g}"
+    for k, v in sorted(e.changes.items())
+  ]
   parts = [
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
     f"status {e.status}; {'gain' if e.gain else 'no gain'}",
     "" if e.transfers is None else f"transfer {'' if e.transfers else 'not '}accepted",
     "" if e.score is None else f"score {e.score:.6g}",
-    "" if e.proxy is None else f"proxy {e.proxy:.4g} of its parent's",
-    ", ".join(f"{k} {v:+.4g}" for k, v in sorted(e.changes.items())),
+    ", ".join(moved),
     e.feedback,
     e.note,
   ]
-  if e.implemented is not None:
-    parts.append(f"response {'' if e.implemented else 'not '}implemented")
   lines = ["; ".join(part for part in parts if part)]
   lines += [
     f"  {account.name} ({account.statement}) predicts {_table(account.predictions)}"
@@ -94,12 +106,21 @@ def entry_text(experiment: Experiment) -> str:
   seen = {
     c: {o: s for o, s in row.items() if o in asked} for c, row in e.observed.items()
   }
+  for ran in e.ran:
+    told = _numbers(ran.values, map(bare, asked)) or ran.detail
+    lines.append(f"  {ran.condition}: {ran.status}{'; ' if told else ''}{told}")
   if e.verdict:
     gone = [f"{name} by {condition}" for name, condition in e.excluded.items()]
     lines.append(f"  observed {_table(seen)}")
     lines.append(
       f"  verdict {e.verdict} ({e.reason}); excluded {', '.join(gone) or 'none'}; left "
       f"{', '.join(e.survivors) or 'none'}"
+    )
+  for made in e.answered:
+    counted = {True: "implemented", False: "not implemented", None: "not decided"}
+    lines.append(
+      f"  response {made.response} ({made.about}) {counted[made.implemented]}: "
+      f"{made.detail}"
     )
   return "\n".join([*lines, e.diff] if e.diff else lines)
 
@@ -144,59 +165,244 @@ def select(
   return entries
 
 
-SYSTEM = (
-  "You revise a JAX program to lower one measured target. The program is one "
-  "module: imports of jax, jax.numpy, jax.lax, numpy, math, functools; a literal "
-  "PLAN; pure hooks that are traced once and compiled. Answer with one JSON object: "
-  "source (the whole module), label, note, residual (an observable, or null), "
-  "explanations (the focal one first; each with name, statement and predictions: "
-  "condition -> observable -> down|same|up relative to the parent, where the "
-  "condition `primary` is your program as it is), controls (name, intervention, "
-  "cost, statement) that tell the explanations apart, and declared (the hooks or "
-  "PLAN keys you changed).\n"
-)
+INTRODUCTION = """\
+You revise one program to lower one measured target. The program is a Python module:
+imports of jax, jax.numpy, jax.lax, numpy, math, functools; constants; a literal PLAN;
+and pure hooks, each of which is traced once for abstract arrays of the shapes below and
+then compiled. Every hook and every key of PLAN that the module leaves out has its
+default. A hook sees one unit (a row, a block, a head, a linear) and nothing else, and
+must return arrays of exactly the declared shapes and dtypes; float64 is enabled. Branch
+on values with jnp.where, jax.lax.cond or jax.lax.switch, and loop with
+jax.lax.fori_loop: Python's `if` on a traced value fails."""
+ANSWER = """\
+Answer with one JSON object. Text around it is passed over.
+- "label": a short name of the edit; "note": why it should help.
+- "code": the functions that you change or add, whole; they are merged by name into the
+  program below. Instead of "code" you may put them into one ```python fence after the
+  object, unescaped. "plan": the values of PLAN that you change, such as {plan}.
+  Or, instead of both, "source": the whole module.
+- "declared": the hooks and PLAN keys that you change; left out, those that differ."""
+ASKING = """
+- "ask": "all" or the name of a part, such as a linear: nothing runs, and the free
+  proxy's errors of your program there come back, beside those of the parent; then you
+  answer again. At most twice a proposal."""
+QUESTION = """
+- "residual": the observable that the edit is about, or null for a candidate without a
+  question.
+- "explanations": two accounts or more of why it should help, yours first; each has
+  "name", "statement" and "predictions", as in
+  {{"primary": {{"{target}": "down"}}, "c": {{"{target}": "lost"}}}}: condition,
+  observable, symbol. `primary` is your program as it is; other conditions are the names
+  of your controls.
+- "controls": each with "name", "intervention" and "statement". Exact forms of an
+  intervention, with an example each (the evaluator adds the parent and sets the cost):
+{interventions}
+Rules of a question:
+1. Symbols: down, same, up compare a condition with the PARENT, named below with its
+   values; a change within the margin is `same`. kept, lost, reversed say what a control
+   leaves of YOUR OWN change of that observable: more than half of it; half or less; or
+   a change the other way beyond the margin (which counts as lost, too). An ablation
+   asks kept or lost. The two kinds of symbol are not compared with each other, and
+   `primary` takes the first three only.
+2. Accounts should agree about `primary`, or else the run alone decides and no control
+   is worth a call; every pair must differ, in the same observable, under some control
+   or under `primary`.
+3. Only observables with a margin can be predicted, and one failed prediction removes
+   its account: predict what the account needs and no more.
+4. The cheapest controls that tell all accounts apart are run, one call each unless said
+   otherwise, and only if the primary run leaves something to tell. Accounts of ours
+   stand beside yours where they apply ({rivals}), with a control of their own: a
+   verdict `supported` needs a gain of the target that none of them explains.
+5. The verdict asks something of the next programs: supported - extend it; target_only
+   (a gain for another reason) - change the account; mediator_only (the observable, not
+   the target) - carry it to the target; no_effect - leave it out; unresolved - a
+   control that tells the rest apart; unsafe - do not repeat it.
+6. A response counts if it moves the observable that the demand is about by more than
+   its margin; an edit that moves nothing meets nothing."""
+RIVALS = "another part of the edit, any edit of this kind, luck of the score's text"
+"""Accounts of ours, as the rules of a question name them."""
 
 
-def _system(task: Task) -> str:
-  hooks = "\n".join(
-    f"- {h.name}({', '.join(h.arguments)}): {h.doc}" for h in task.interface.hooks
+def check_described(task: Task) -> None:
+  """Refuses a task that a language model could not be told.
+
+  Raises:
+    ValueError: A description, or the meaning of something, is absent.
+  """
+  hooks = task.interface.hooks
+  absent = [
+    *([] if task.description else ["a description"]),
+    *(f"the doc of the hook {hook.name}" for hook in hooks if not hook.doc),
+    *(
+      f"what the plan key {key} decides"
+      for key in task.interface.plan
+      if key not in task.interface.plan_docs
+    ),
+    *(f"what {name} means" for name in task.margins if _meaning(name, task) is None),
+  ]
+  if absent:
+    raise ValueError(
+      f"task: expected words for a language model, got none for {', '.join(absent)}; "
+      "write DESCRIPTION, OBSERVABLES, PLAN_DOCS and `doc` in evaluate.py, or the "
+      "attributes `description` and `observables` of the task's class."
+    )
+
+
+def _meaning(observable: str, task: Task) -> str | None:
+  """Returns what an observable means; `layer_3` has the words of `layer_N`."""
+  return task.observables.get(observable) or task.observables.get(
+    re.sub(r"\d+$", "N", observable)
   )
+
+
+def _hook_text(hook: Hook) -> str:
+  called = "always called"
+  if hook.active_when is not None:
+    key, values = hook.active_when
+    called = f"called if PLAN {key} is {' or '.join(map(repr, values))}"
+  return f"- {hook.signature}; {called}. {hook.doc}\nDefault:\n{hook.default.strip()}"
+
+
+def _limits() -> str:
   return (
-    f"{SYSTEM}Hooks:\n{hooks}\nPLAN: {dict(task.interface.plan)}\n"
-    f"Interventions for controls: {dict(task.interventions)}\nMargins below which a "
-    f"change is `same`: {dict(task.margins)}"
+    f"Limits: {MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} operations (a "
+    f"loop's body once), {limits.CONSTANT_BYTES} bytes of constants, "
+    f"{limits.VALUE_BYTES >> 20} MiB of intermediate values and {limits.FLOPS:.2g} "
+    f"floating-point operations a unit; {limits.TRACE_SECONDS:g} s to trace and "
+    f"{limits.CALL_SECONDS:g} s for a call with its compilation, after which it counts "
+    "as failed and is charged."
   )
+
+
+def _system(task: Task, evidence: Evidence) -> str:
+  """Returns what is the same in every prompt of a run."""
+  interface = task.interface
+  sizes = [", ".join(f"{k} {v}" for k, v in size.items()) for size in interface.sizes]
+  plan = [
+    f"- {key}: {' | '.join(map(repr, values))} (default {values[0]!r}): "
+    f"{interface.plan_docs.get(key, '')}"
+    for key, values in interface.plan.items()
+  ]
+  margin = lambda name: (
+    f"margin {task.margins[name]:.3g}" if name in task.margins else "no margin"
+  )
+  names = dict.fromkeys((*task.margins, *task.observables))
+  observables = [f"- {n} ({margin(n)}): {_meaning(n, task)}" for n in names]
+  key, values = next(iter(interface.plan.items()))
+  form = ANSWER.format(plan=json.dumps({key: values[-1]}))
+  if task.proxy() is not None:
+    form += ASKING
+  if evidence == "verdict":
+    known = interventions.of_task(interface, task.interventions)
+    form += QUESTION.format(
+      target=task.target,
+      interventions="\n".join(f"  {each.text}" for each in known.values()),
+      rivals=RIVALS,
+    )
+  parts = [
+    INTRODUCTION,
+    f"The task. {task.description}",
+    f"The module begins with, unless it has functions of these names:\n"
+    f"{interface.header.strip()}",
+    "Hooks, in the order in which they run"
+    + (f" (units have these sizes: {'; '.join(sizes)})" if any(sizes) else "")
+    + ":\n"
+    + "\n".join(map(_hook_text, interface.hooks)),
+    "PLAN:\n" + "\n".join(plan),
+    _limits(),
+    "Observables (lower is better), and the margin up to which a change is `same`:\n"
+    + "\n".join(observables),
+    form,
+  ]
+  return "\n\n".join(parts)
+
+
+def _grid(parts: Mapping[str, float]) -> str:
+  """Renders numbers of parts named `row/.../column` as a table, a row a line."""
+  rows: dict[str, list[str]] = {}
+  for path, value in parts.items():
+    row, _, column = path.partition("/")
+    rows.setdefault(row, []).append(f"{column.rpartition('/')[2]} {value:.3g}")
+  return "\n".join(f"  {row}: {', '.join(cells)}" for row, cells in rows.items())
+
+
+def _budget_text(context: Context) -> str:
+  if (left := context.budget) is None:
+    return ""
+  told = f"{left.calls_left} of {left.calls} evaluator calls are left"
+  if left.tokens_left is not None:
+    told += f", {left.tokens_left} of your tokens"
+  if left.dollars_left is not None:
+    told += f", {left.dollars_left:.2f} dollars"
+  return f"{told}."
 
 
 def _question(context: Context) -> list[str]:
   """Returns code, objective and diagnostics, as far as the arm's evidence allows."""
-  measured = dict(context.parent.values)
+  parent, target = context.parent, context.target
+  values = dict(parent.values)
   if context.evidence in ("none", "score"):
-    measured = {context.target: measured[context.target]}
+    values = {target: values[target]}
+  measured = ", ".join(f"{k} {v:.6g}" for k, v in sorted(values.items()))
   parts = [
-    f"Target to lower: {context.target}.",
-    f"Measured: {measured}",
-    f"Program:\n{context.parent.source}",
+    f"Target to lower: {target}. {_budget_text(context)}".strip(),
+    f"The parent, which you revise and which predictions are relative to, is "
+    f"{parent.id[:8]}. Measured on it: {measured}",
   ]
-  if context.evidence == "reflect" or not context.compiles:
+  if len(values) > 1:
+    parts += [
+      f"Its {name} part by part:\n{_grid(each)}" for name, each in parent.parts.items()
+    ]
+  parts.append(f"Program:\n{parent.source}")
+  if context.evidence == "reflect":
     parts.append(REFLECTION)
   return parts
 
 
-def _demand_text(demand: Demand) -> str:
+def _demand_text(demand: Demand, context: Context) -> str:
+  """Says what a demand asks, where, and whether the next answer is checked on it."""
+  residual = demand.residual
+  told = (
+    f"{RESPONSES[demand.response]}. {demand.label} was {demand.verdict} on "
+    f"{residual.observable} (left standing: {', '.join(demand.survivors) or 'none'}). "
+  )
+  where = ", ".join(demand.computation)
+  if demand.forbids:
+    return f"Forbidden (checked on every answer): {told}It was made in {where}."
+  about = " or ".join(demand.about or (residual.observable,))
+  how = f"The response must move {about} beyond its margin; so far {where} did."
+  if demand.response == Response.ADD_DISCRIMINATOR and demand.survivors:
+    how = f"Make the same edit of {where}, with the new control."
+  if demand == context.checked:
+    return f"Required response, checked on this answer: {told}{how}"
+  return f"Required response, owed later and not checked now: {told}{how}"
+
+
+def _residual_text(residual: Residual, context: Context) -> str:
+  moved = ", ".join(context.scopes.get(residual.observable, ())) or "nothing yet"
   return (
-    f"Required response: {RESPONSES[demand.response]}. {demand.label} was "
-    f"{demand.verdict} on {demand.residual.observable} (left standing: "
-    f"{', '.join(demand.survivors) or 'none'}). The computation is "
-    f"{', '.join(demand.computation)}; declare what you change of it."
+    f"{residual.observable} = {residual.value:.4g} (open above "
+    f"{residual.threshold:.4g}; seen to be moved by {moved})"
   )
 
 
-def _program_text(record: Record, context: Context, what: str) -> str:
-  told = f"{what} {record.id[:8]}, {context.target} {record.values[context.target]:.6g}"
-  if record.id == context.parent.id:
-    return f"{told}: the program above."
-  return f"{told}:\n{record.source}"
+def _lineage_text(context: Context) -> list[str]:
+  """Returns the way to the champion and the other retained programs, a line each."""
+  target, best = context.target, context.champion
+  head = f"Best program {best.id[:8]}, {target} {best.values[target]:.6g}"
+  shown = f"{head}: the program above."
+  if best.id != context.parent.id:
+    shown = f"{head}:\n{best.source}"
+  steps = [
+    f"  {step.program[:8]} {target} {step.value:.6g}: {step.label}"
+    + (f" (changed {', '.join(step.changed)})" if step.changed else "")
+    for step in context.lineage
+  ]
+  way = "How it came about, from the start:\n" + "\n".join(steps)
+  others = [r for r in context.donors if r.id != best.id]
+  kept = [f"{r.id[:8]} {target} {r.values[target]:.6g}" for r in others]
+  told = [shown, *([way] if len(steps) > 1 else [])]
+  return told + ([f"Also retained: {', '.join(kept)}"] if kept else [])
 
 
 def memory(
@@ -204,8 +410,8 @@ def memory(
 ) -> str:
   """Returns the memory section, within `allowance` tokens.
 
-  Demands and residuals come first, then the champion, stagnation, and donors in at most
-  half of what is left; experiments take the rest. What does not fit is counted.
+  Demands and residuals come first, then the champion with its lineage in short form;
+  experiments take the rest. What does not fit is counted.
   """
   if context.evidence == "none":
     return "Experiments so far:\nnone"
@@ -223,17 +429,16 @@ def memory(
     left -= used
 
   if context.evidence == "verdict":
-    questions = [f"{r.observable} = {r.value:.4g}" for r in context.residuals]
-    texts = [_demand_text(demand) for demand in context.demands]
-    texts.append(f"Open residuals: {', '.join(questions) or 'none'}")
+    owed = sorted(context.demands, key=lambda d: d != context.checked)
+    texts = [_demand_text(demand, context) for demand in owed]
+    if context.focus is not None and context.checked is None:
+      texts.append(f"This round is about {_residual_text(context.focus, context)}.")
+    questions = [f"- {_residual_text(r, context)}" for r in context.residuals]
+    texts.append("\n".join(["Open residuals:", *(questions or ["none"])]))
     add(texts, "demands and residuals", left)
-  best = _program_text(context.champion, context, "Best program")
   stagnation = f"Experiments since the best program improved: {context.stagnation}"
-  others = [r for r in context.donors if r.id != context.champion.id]
-  donors = [_program_text(record, context, "Donor") for record in others]
-  add([stagnation, best], "programs", left)
-  add(donors, "donors", left // 2)
-  head = "Experiments so far:"
+  add([stagnation, *_lineage_text(context)], "programs", left)
+  head = "Experiments so far, values with their change from the parent:"
   entries = select(context, max(left - count(head + "\n"), 0), count)
   told = "\n".join(entry_text(entry) for entry in entries)
   return "\n\n".join([*shown, f"{head}\n{told or 'none'}"])
@@ -252,7 +457,8 @@ def messages(
   Raises:
     ValueError: The program and the instructions alone exceed the input budget.
   """
-  system, parts = _system(task), "\n\n".join(_question(context))
+  system = _system(task, context.evidence)
+  parts = "\n\n".join(_question(context))
   fixed = count(system) + count(parts + "\n\n") + reserve
   least = count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 3
   if fixed + least > INPUT_TOKENS:

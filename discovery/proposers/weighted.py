@@ -13,7 +13,12 @@ from mxjax.discovery.core.proposal import Context, Proposal, Proposer
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt
-from mxjax.discovery.proposers.endpoint import Cassette, HttpClient, Reply
+from mxjax.discovery.proposers.endpoint import (
+  PROBE_SECONDS,
+  Cassette,
+  HttpClient,
+  Reply,
+)
 from mxjax.discovery.proposers.llm import LlmProposer
 
 CLIENT = ("base_url", "model", "key_variable", "deadline")
@@ -62,6 +67,28 @@ def clients(settings: Mapping[str, Any], *, metered: bool = False) -> list[HttpC
     HttpClient(**{k: v for k, v in one.items() if k in CLIENT}, metered=metered)
     for one in settings.get("endpoints") or [settings]
   ]
+
+
+def greet(settings: Mapping[str, Any], *, metered: bool = False) -> list[str]:
+  """Asks every endpoint of a run for one word; returns what each said, a sentence each.
+
+  `probe_seconds` of the settings is the time that each has. One that says nothing in it
+  is cold, which is no failure: the first proposal waits for it.
+
+  Raises:
+    OutageError: One is not there, or refuses.
+  """
+  seconds = settings.get("probe_seconds") or PROBE_SECONDS
+  told = []
+  for client in clients(settings, metered=metered):
+    if (reply := client.probe(seconds)) is not None:
+      told.append(f"endpoint: {reply.model!r} answered")
+    else:
+      told.append(
+        f"endpoint: {client.model!r} gave no answer within {seconds:g} s; it may still "
+        f"be loading, and the first proposal waits up to {client.deadline:g} s for it"
+      )
+  return told
 
 
 def make(

@@ -15,22 +15,18 @@ import jax
 import jax.export
 import jax.extend.core
 
+from mxjax.discovery.core import limits
 from mxjax.discovery.core.task import RefusedError
 from mxjax.discovery.sandbox import frames
 from mxjax.discovery.sandbox.rebuilding.program import Rebuilder
 from mxjax.discovery.sandbox.tracing import PLATFORMS, avals, tracing_scope
 
 MAX_ARTIFACT_BYTES = 512 * 1024
-MAX_OPERATIONS = 4_000
-MAX_CONSTANT_BYTES = 40 * 1024
-"""Five 32 x 32 matrices in float64: enough for structure, too little for weights."""
-MAX_VALUE_BYTES = 256 << 20
-"""Bytes of all values that the program of one unit computes, or else `TIMES_DECLARED`
-times those of its arguments and results; what a loop computes counts once."""
-TIMES_DECLARED = 64
-MAX_FLOPS = 1 << 36
-"""Floating-point operations of the program of one unit, a loop's counted once: seconds
-of one core. What loops add to that ends at the time limit of a call."""
+MAX_OPERATIONS = limits.OPERATIONS
+MAX_CONSTANT_BYTES = limits.CONSTANT_BYTES
+MAX_VALUE_BYTES = limits.VALUE_BYTES
+TIMES_DECLARED = limits.TIMES_DECLARED
+MAX_FLOPS = limits.FLOPS
 Sizes = Mapping[str, int]
 """Sizes of one kind of unit, by the names in the shapes of a hook."""
 

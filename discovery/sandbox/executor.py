@@ -61,13 +61,21 @@ def run_phases(phases: Iterable[Phase]) -> Outcome:
   """
   values: dict[str, float] = {}
   outputs: dict[str, str] = {}
+  parts: dict[str, dict[str, float]] = {}
   payload = b""
   for phase in phases:
     result, payload = phase(payload)
     values |= result.get("values", {})
     outputs |= result.get("outputs", {})
+    parts |= result.get("parts", {})
   return Outcome.from_dict(
-    {"status": "ok", "values": values, "outputs": outputs, "detail": ""}
+    {
+      "status": "ok",
+      "values": values,
+      "outputs": outputs,
+      "detail": "",
+      "parts": parts,
+    }
   )
 
 

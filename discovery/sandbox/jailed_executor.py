@@ -152,15 +152,19 @@ class JailedExecutor:
     missing = [spec for name, spec in self._specs.items() if name not in computation]
     if not missing:
       return Traced(Status.OK, computation)
-    raw = self._tracer.trace(source, missing)
-    if raw.status != Status.OK:
-      return Traced(raw.status, detail=raw.detail)
+    hooks: dict[str, bytes] = {}
+    for spec in missing:
+      # Each in a jail of its own: another hook's trace may change what both share.
+      raw = self._tracer.trace(source, [spec])
+      if raw.status != Status.OK:
+        return Traced(raw.status, detail=raw.detail)
+      hooks |= raw.hooks
     try:
-      gated = self._gate.gate(missing, raw.hooks)
+      gated = self._gate.gate(missing, hooks)
     except WorkerError as error:
       return Traced(error.status, detail=str(error))
     for name, lowered in gated.items():
-      self._store.put_bytes("artifacts", f"{lowered}.unit", raw.hooks[name])
+      self._store.put_bytes("artifacts", f"{lowered}.unit", hooks[name])
       self._store.put("hooks", keys[name], {"hook": name, "computation": lowered})
     return Traced(Status.OK, computation | gated)
 

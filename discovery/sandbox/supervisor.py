@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mxjax
+from mxjax.discovery.core.limits import CALL_SECONDS, TRACE_SECONDS
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import answers, frames, jail
 
@@ -28,9 +29,12 @@ CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
 """Signals by which the kernel ends a process that has used up its CPU limit."""
 # The CPU limit ends loops; the wall-clock limit ends only processes that sleep, so a
 # busy machine changes nothing.
-TRACE_LIMITS = jail.Limits(seconds=180.0, cpu_seconds=20, memory_bytes=4 << 30)
+TRACE_LIMITS = jail.Limits(seconds=TRACE_SECONDS, cpu_seconds=20, memory_bytes=4 << 30)
 RUN_LIMITS = jail.Limits(
-  seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
+  seconds=CALL_SECONDS,
+  cpu_seconds=1 << 20,
+  memory_bytes=16 << 30,
+  message_bytes=1 << 30,
 )
 
 FRAMING = 1 << 16
@@ -98,6 +102,11 @@ class Worker:
     assert self._process.stdin is not None
     os.set_blocking(self._process.stdin.fileno(), False)
     self._receive(time.monotonic() + START_SECONDS)
+
+  @property
+  def is_alive(self) -> bool:
+    """Whether the process still runs; one that died idle is no candidate's fault."""
+    return self._process.poll() is None
 
   def ask(self, request: bytes, seconds: float | None = None) -> list[bytes]:
     """Sends one request and waits for the parts of its answer.
@@ -219,6 +228,8 @@ class Tracer:
       **job,
     }
     seconds = self._limits.seconds + 30
+    if self._worker is not None and not self._worker.is_alive:
+      self.close()
     if self._worker is None:
       self._worker = Worker("trace_worker.py", _import_path(), self._limits)
     try:
@@ -309,6 +320,8 @@ class RunWorker:
     self._sent: set[str] = set()
 
   def _start(self) -> Worker:
+    if self._worker is not None and not self._worker.is_alive:
+      self.close()
     if self._worker is None:
       self._scratch = tempfile.mkdtemp(prefix="mxjax-run-")
       config = {**self._config, "scratch": self._scratch}

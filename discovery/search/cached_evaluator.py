@@ -4,7 +4,7 @@ import dataclasses
 import json
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,67 +48,6 @@ class Prepared:
     """The call with every hook, active or not; needs an admitted source."""
     assert self.admitted is not None
     return Call(self.computation, self.admitted.plan, {})
-
-
-class Screen:
-  """The free proxy of a task, which every arm reads alike.
-
-  It is measured in the same jail, from the data of the calibration phase alone, and its
-  outcomes are stored with the run, so a resumed run decides alike. A program that the
-  proxy cannot tell from one that has run, and that is the same in all that the proxy
-  does not see, would say nothing new.
-  """
-
-  def __init__(
-    self,
-    evaluator: "CachedEvaluator | None",
-    most: float | None,
-    ratios: dict[str, float | None],
-  ) -> None:
-    """Takes the evaluator of the proxy's task; without one, nothing is screened.
-
-    `most` is the largest proxy, relative to the parent's, that is worth a call.
-    `ratios` receives the last such ratio of each program.
-    """
-    self._evaluator, self._most, self._ratios = evaluator, most, ratios
-    self._values: dict[str, float] = {}
-    self._keys: dict[str, str] = {}
-    self._executed: dict[str, str] = {}
-
-  def executed(self, program: str) -> None:
-    """Learns that a program has run."""
-    if key := self._keys.get(program):
-      self._executed.setdefault(key, program)
-
-  def check(self, prepared: Prepared, parent: str, emit: Callable[..., None]) -> str:
-    """Measures and logs the proxy; returns why it is not worth a call, if so."""
-    if self._evaluator is None or self._most is None:
-      return ""
-    (ended,) = self._evaluator.measure(prepared.full_call)
-    ratio = None
-    if ended.status == Status.OK:
-      self._values[prepared.id] = value = ended.values[self._evaluator.task.target]
-      ratio = value / max(self._values.get(parent, value), 1e-30)
-    self._ratios[prepared.id] = ratio
-    emit("proxy", program=prepared.id, parent=parent, ratio=ratio, **ended.to_dict())
-    if ratio is None:
-      return f"its proxy ended {ended.status}: {ended.detail}"
-    self._keys[prepared.id] = self._key(prepared, ended)
-    known = self._executed.get(self._keys[prepared.id], prepared.id)
-    if known != prepared.id:
-      return f"its proxy cannot tell it from {known[:12]}, which ran"
-    if ratio <= self._most:
-      return ""
-    return f"its proxy is {ratio:.4g} of its parent's, at most {self._most}"
-
-  def _key(self, prepared: Prepared, ended: Outcome) -> str:
-    """Returns what programs share that are one to the proxy; empty if unknown."""
-    assert self._evaluator is not None
-    task, call = self._evaluator.task, prepared.full_call
-    if not hasattr(task, "unseen"):
-      return ""
-    unseen = task.unseen(call)  # pyright: ignore[reportAttributeAccessIssue]
-    return identity.digest([dict(ended.values), unseen._asdict()])
 
 
 PREPARED = 512

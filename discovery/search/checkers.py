@@ -1,22 +1,24 @@
-"""Checks whether a demanded response reached the computation that a residual names.
+"""Checks whether a demanded response reached what is executed, and matters there.
 
 There are four checkers. Source diff, execution probe and layer output are the paper's;
-comparing the lowered program is our addition and costs no evaluator call. All look only
-at the residual's computation, whatever the proposer declares, so unrelated code need
-not change and cannot stand in for the response.
+comparing the lowered program is our addition and costs no evaluator call. The probe
+takes the declared parts of an edit back and asks whether the observable that the demand
+is about moves by more than its margin: an edit without effect answers nothing. Where
+the declared parts are the whole edit, the parent is that probe, and costs nothing.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from mxjax.discovery.core.candidate_source import CandidateSource
 from mxjax.discovery.core.packet import Packet
 from mxjax.discovery.core.proposal import Demand
-from mxjax.discovery.core.residual import PRIMARY, disagree
+from mxjax.discovery.core.residual import PRIMARY, Explanation, disagree
 from mxjax.discovery.core.task import Call, Outcome, Status
 from mxjax.discovery.core.verdict import Response
+from mxjax.discovery.search import scopes
 
 Checker = Literal["none", "source", "lowered", "probe", "layer_output"]
 LAYER_TOLERANCE = 0.05
@@ -25,10 +27,14 @@ LAYER_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """Whether a checker accepts a response as implemented, and what it looked at."""
+  """Whether a checker accepts a response as implemented, and what it looked at.
+
+  `implemented` is None where what would tell could not be run: that is no answer, and
+  no failure either.
+  """
 
   checker: Checker
-  implemented: bool
+  implemented: bool | None
   detail: str
 
 
@@ -76,18 +82,25 @@ def _compared(
   return Check(checker, bool(changed), f"{checker} differs in {changed}")
 
 
-def by_probe(candidate: Outcome, without: Outcome, computation: Iterable[str]) -> Check:
-  """Accepts if reverting the response changes an output of the computation.
+def by_probe(
+  candidate: Outcome,
+  without: Mapping[str, float],
+  about: Sequence[str],
+  margins: Mapping[str, float],
+) -> Check:
+  """Accepts if an observable that the demand is about moves beyond its margin.
 
-  `without` is the outcome of the `reverted` call.
+  `without` holds the values of the `reverted` call.
   """
-  if candidate.status != Status.OK or without.status != Status.OK:
-    return Check("probe", False, f"probe ended {without.status}")
-  names = [name for name in computation if name in candidate.outputs]
-  if not names:
-    return Check("probe", False, f"the evaluator reports no output of {computation}")
-  changed = [n for n in names if candidate.outputs[n] != without.outputs.get(n)]
-  return Check("probe", bool(changed), f"outputs that differ from the probe: {changed}")
+  found = scopes.moved(margins, candidate.values, without)
+  shown = [
+    f"{name} {without[name]:.6g} to {candidate.values[name]:.6g}, margin "
+    f"{margins[name]:.3g}"
+    for name in about
+    if name in margins and name in without and name in candidate.values
+  ]
+  told = "; ".join(shown) or f"nothing of {', '.join(about)} is measured"
+  return Check("probe", bool({*found} & {*about}), told)
 
 
 def by_layer_output(candidate: Outcome, without: Outcome) -> Check:
@@ -113,6 +126,17 @@ def retests(demand: Demand) -> bool:
   return demand.response == Response.ADD_DISCRIMINATOR and bool(demand.survivors)
 
 
+def failed(packet: Packet, outcomes: Mapping[str, Outcome]) -> list[str]:
+  """Returns the controls that were to run and ended without values."""
+  return [
+    c.name
+    for c in packet.conditions
+    if c.kind == "control"
+    and c.name in outcomes
+    and outcomes[c.name].status != Status.OK
+  ]
+
+
 def missing(
   demand: Demand, packet: Packet, outcomes: Mapping[str, Outcome], target: str
 ) -> str:
@@ -123,10 +147,10 @@ def missing(
   needs a control that ran, is new and separates two of the surviving accounts, or, if
   none survived, a new account.
   """
-  accounts = packet.explanations
+  accounts = tuple(account for account in packet.explanations if not account.rival)
   match demand.response:
     case Response.ADD_DISCRIMINATOR if demand.survivors:
-      left = [e for e in accounts if e.name in demand.survivors]
+      left = [e for e in packet.explanations if e.name in demand.survivors]
       new = [
         c.name
         for c in packet.conditions
@@ -137,15 +161,27 @@ def missing(
       ]
       pairs = itertools.product(new, itertools.combinations(left, 2))
       if not any(disagree(a.predicts(n), b.predicts(n)) for n, (a, b) in pairs):
-        return f"no new control separates two of {list(demand.survivors)}"
+        return (
+          f"no new control separates two of {', '.join(demand.survivors)}, which must "
+          "be registered by these names"
+        )
     case Response.ADD_DISCRIMINATOR:
-      if all(account in demand.accounts for account in accounts):
+      if {account.name for account in accounts} <= {e.name for e in demand.accounts}:
         return "no new account is registered"
     case Response.REPAIR_EXPLANATION:
-      refuted = [e for e in demand.accounts if e.name not in demand.survivors]
-      if not accounts or accounts[0] in refuted:
-        return "the focal account is missing, or one that the verdict excluded"
+      refuted = {e.name for e in demand.accounts if e.name not in demand.survivors}
+      if not accounts:
+        return "no account is registered"
+      if accounts[0].name in refuted and _same(accounts[0], demand):
+        return f"the focal account {accounts[0].name} is one that the verdict excluded"
     case Response.REPAIR_TRANSFER:
       if not accounts or accounts[0].predicts(PRIMARY).get(target) != "down":
         return f"the focal account predicts no gain of {target}"
   return ""
+
+
+def _same(account: Explanation, demand: Demand) -> bool:
+  """Returns whether a demand's verdict was about this account, by name and words."""
+  return any(
+    account.name == e.name and account.statement == e.statement for e in demand.accounts
+  )

@@ -4,29 +4,26 @@ A task may have a second model, on which a gain must hold before it is built upo
 """
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.ledger import Ledger
+from mxjax.discovery.core.packet import Packet
 from mxjax.discovery.core.proposal import Demand, Record
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.history import History
-from mxjax.discovery.search.registration import Attempt
 
+CHAMPION_SHARE = 0.75
+"""Share of the rounds without a demand in which the champion is revised."""
 TRANSFER = "transfer"
 """Name of the condition that runs on the second model; it is charged as a candidate."""
 
 
 class ExecutableFrontier:
   """The best distinct programs by measured performance, whatever their explanation.
-
-  A program that a control scored on another text counts as what it shows there. One
-  that none did counts as the last of its ancestors that was: a gain that was not tested
-  is no gain yet. Without such controls, all count as their score.
 
   `records` holds the retained programs, best first.
   """
@@ -35,8 +32,6 @@ class ExecutableFrontier:
     """Retains at most `size` programs with the lowest `target`."""
     self._target = target
     self._size = size
-    self._tested: dict[str, float] = {}
-    self._parents: dict[str, str] = {}
     self.records: list[Record] = []
 
   @property
@@ -44,23 +39,12 @@ class ExecutableFrontier:
     """The best program; among equals, the earliest."""
     return self.records[0]
 
-  def test(self, shown: Mapping[str, float]) -> None:
-    """Learns what programs show on another text."""
-    self._tested |= shown
-    self.records = self._ranked(self.records)
-
-  def rank(self, record: Record) -> tuple[float, bool, float, int]:
+  def rank(self, record: Record) -> tuple[float, int]:
     """Returns what programs are sorted by; the lowest is the best."""
-    tested = record.id
-    while tested and tested not in self._tested:
-      tested = self._parents.get(tested, "")
-    credit = self._tested.get(tested, math.inf)
-    is_own = record.id in self._tested
-    return credit, not is_own, record.values[self._target], record.call
+    return record.values[self._target], record.call
 
   def retain(self, record: Record) -> bool:
     """Retains a program if it is new and among the best; returns whether it did."""
-    self._parents.setdefault(record.id, record.parent)
     if any(known.exec_id == record.exec_id for known in self.records):
       return False
     self.records = self._ranked([*self.records, record])[: self._size]
@@ -71,17 +55,24 @@ class ExecutableFrontier:
     return any(record.id == program for record in self.records)
 
   def parents(
-    self, executed: Iterable[Record], seed: int, address: tuple[int, int]
+    self,
+    executed: Iterable[Record],
+    seed: int,
+    address: tuple[int, int],
+    holders: Iterable[str] = (),
   ) -> list[Record]:
     """Returns candidates for revision, in the order in which to try them.
 
-    The first is the champion in half of the rounds and a random retained program
-    otherwise. The other retained programs follow, then all executed ones, best first.
+    Retained programs that owe a response come first, the best of them at the front;
+    then the champion, or in a quarter of the rounds another of the better half of the
+    retained programs; then the others, and all executed ones, best first.
     """
+    owing = [record for record in self.records if record.id in {*holders}]
     first = self.best
-    if identity.draw(seed, *address, "champion") >= 0.5:
-      first = identity.pick(self.records, seed, *address, "parent")
-    ordered = [first, *self.records, *self._ranked(executed)]
+    if identity.draw(seed, *address, "champion") >= CHAMPION_SHARE:
+      better = self.records[: max(1, (len(self.records) + 1) // 2)]
+      first = identity.pick(better, seed, *address, "parent")
+    ordered = [*owing, first, *self.records, *self._ranked(executed)]
     return list({record.id: record for record in ordered}.values())
 
   def _ranked(self, records: Iterable[Record]) -> list[Record]:
@@ -116,19 +107,26 @@ class Transfer:
         f"{outcome.status}: {outcome.detail}"
       )
 
-  def judge(self, attempt: Attempt, ledger: Ledger, history: History) -> bool | None:
+  def judge(
+    self,
+    packet: Packet,
+    prepared: Prepared,
+    is_gain: bool,
+    ledger: Ledger,
+    history: History,
+  ) -> bool | None:
     """Whether a gain on the visible model is accepted; None if there is none.
 
     Without a call left it is not.
     """
-    if not history.improves(attempt.changes):
+    if not is_gain:
       return None
     ledger.release()
-    packet, accepted = attempt.packet, False
+    accepted = False
     if min(ledger.left, ledger.left_for("candidate")) > 0:
-      self._run(packet.hash, attempt.prepared, ledger, history)
-      accepted = self._improves(packet.program, packet.parent)
-    ids = {"program": packet.program, "against": packet.parent}
+      self._run(packet.hash, prepared, ledger, history)
+      accepted = self._improves(prepared.id, packet.parent)
+    ids = {"program": prepared.id, "against": packet.parent}
     history.emit(TRANSFER, packet=packet.hash, **ids, accepted=accepted)
     return accepted
 
@@ -160,46 +158,105 @@ class Question:
   """A residual and its status.
 
   Attributes:
-    status: `open`, `supported` (the focal explanation holds, the response is
-      outstanding), `closed` (supported and the response verified) or `retired`.
+    status: `open`; `supported` (the focal explanation holds, the response is
+      outstanding); `closed` (supported and the response verified); `measured` (a
+      retained revision has it below its threshold); or `left` (its program is not
+      retained any more).
     closed_by: Hash of the packet that closed it.
+    asked: Packets that addressed it.
   """
 
   residual: Residual
   status: str = "open"
   closed_by: str = ""
+  asked: int = 0
+
+
+FINAL = frozenset(("closed", "measured", "left"))
+"""States of a question that nothing reopens on its program."""
+PATIENCE = 2
+"""Packets about one question after which the next largest has its turn."""
 
 
 class ResidualFrontier:
-  """All questions by key, and the demands that revisions of a program must meet.
+  """The questions of the retained programs, and the demands on their revisions.
 
-  Measuring a program again keeps the questions of other programs.
+  Measuring a program again keeps the questions of other programs. A question that was
+  resolved is opened again on a later program only if that has more of it.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, margins: Mapping[str, float]) -> None:
     """Starts empty."""
     self.questions: dict[str, Question] = {}
+    self._margins = margins
+    self._closed: dict[str, float] = {}
     self._demands: defaultdict[str, dict[str, Demand]] = defaultdict(dict)
+    self._abandoned: defaultdict[str, list[Demand]] = defaultdict(list)
 
   def open(self, residuals: Iterable[Residual]) -> list[Residual]:
-    """Adds residuals measured on a program; returns the new ones."""
-    new = [r for r in residuals if r.key not in self.questions]
+    """Adds residuals measured on a retained program; returns the new ones."""
+    new = [
+      r for r in residuals if r.key not in self.questions and not self._is_resolved(r)
+    ]
     for residual in new:
       self.questions[residual.key] = Question(residual)
     return new
 
-  def actionable(self, program: str) -> tuple[Residual, ...]:
-    """Returns the open questions of a program, largest excess first."""
-    mine = [
+  def _is_resolved(self, residual: Residual) -> bool:
+    name = residual.observable
+    margin = self._margins.get(name, 0.0)
+    return name in self._closed and residual.value <= self._closed[name] + margin
+
+  def closed_by(self, record: Record, residuals: Iterable[Residual]) -> list[Residual]:
+    """Returns the questions of a program's parent that it has below the threshold."""
+    still = {residual.observable for residual in residuals}
+    return [
       q.residual
+      for q in self.questions.values()
+      if q.residual.program == record.parent
+      and q.status not in FINAL
+      and q.residual.observable not in still
+    ]
+
+  def dropped(self, retained: Iterable[Record]) -> list[Residual]:
+    """Returns the open questions of programs that are not retained any more."""
+    kept = {record.id for record in retained}
+    return [
+      q.residual
+      for q in self.questions.values()
+      if q.status == "open" and q.residual.program not in kept
+    ]
+
+  def actionable(self, program: str) -> tuple[Residual, ...]:
+    """Returns the open questions of a program, the one to address first.
+
+    That is the one with the largest excess, unless `PATIENCE` packets were spent on it.
+    """
+    mine = [
+      q
       for q in self.questions.values()
       if q.residual.program == program and q.status == "open"
     ]
-    return tuple(sorted(mine, key=lambda r: (-r.excess, r.observable)))
+    order = lambda q: (q.asked // PATIENCE, -q.residual.excess, q.residual.observable)
+    return tuple(q.residual for q in sorted(mine, key=order))
+
+  def ask(self, residual: Residual) -> None:
+    """Counts a packet about a question."""
+    if residual.key in self.questions:
+      self.questions[residual.key].asked += 1
 
   def demands(self, program: str) -> tuple[Demand, ...]:
     """Returns the demands that revisions of a program must meet, oldest first."""
     return tuple(self._demands[program].values())
+
+  @property
+  def holders(self) -> list[str]:
+    """Programs of which a revision owes a change."""
+    return [
+      program
+      for program, owed in self._demands.items()
+      if any(not demand.forbids for demand in owed.values())
+    ]
 
   def unretired(self, programs: Iterable[Record]) -> list[Record]:
     """Returns the programs that do not hold a change that they must take back."""
@@ -217,15 +274,45 @@ class ResidualFrontier:
     """Adds a demand; one about the same packet is replaced in its place."""
     self._demands[program][demand.packet] = demand
 
+  def alike(self, program: str, demand: Demand) -> Demand | None:
+    """Returns a standing demand of another packet that asks the same, or None."""
+    return next(
+      (
+        known
+        for known in self._demands[program].values()
+        if known.response == demand.response
+        and known.packet != demand.packet
+        and known.same_question(demand)
+      ),
+      None,
+    )
+
+  def gave_up(self, program: str, demand: Demand) -> bool:
+    """Returns whether the same was asked of a program's revisions and abandoned."""
+    return any(
+      known.response == demand.response and known.same_question(demand)
+      for known in self._abandoned[program]
+    )
+
   def standing(self, program: str, packet: str) -> Demand | None:
     """Returns the demand of a packet as it stands, or None if it was settled."""
     return self._demands[program].get(packet)
 
-  def settle(self, program: str, demand: Demand) -> None:
+  def settle(self, program: str, demand: Demand, *, is_abandoned: bool = False) -> None:
     """Takes a demand away."""
-    del self._demands[program][demand.packet]
+    self._demands[program].pop(demand.packet, None)
+    if is_abandoned:
+      self._abandoned[program].append(demand)
 
-  def move(self, residual: Residual, status: str, packet: str) -> None:
-    """Changes the status of a question."""
-    question = self.questions[residual.key]
+  def move(self, residual: Residual, status: str, packet: str) -> bool:
+    """Changes the status of a question; returns whether it was another one."""
+    question = self.questions.get(residual.key)
+    if question is None or question.status in (status, "closed"):
+      return False
+    if question.status in FINAL and status != "closed":
+      return False
     question.status, question.closed_by = status, packet
+    if status == "closed":
+      value = min(self._closed.get(residual.observable, residual.value), residual.value)
+      self._closed[residual.observable] = value
+    return True

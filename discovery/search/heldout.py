@@ -5,6 +5,7 @@ never loads, and writes into a sibling folder that the search never opens. The r
 unseals the scores only after the run is closed.
 """
 
+import json
 import os
 import pathlib
 import sys
@@ -26,13 +27,18 @@ def sealed_folder(folder: pathlib.Path) -> pathlib.Path:
   return folder.with_name(folder.name + ".heldout")
 
 
-def follow(folder: pathlib.Path, run: int | None = None) -> None:
+def follow(
+  folder: pathlib.Path, run: int | None = None, trusted: str | None = None
+) -> None:
   """Scores the champion of every mark until the run is closed.
+
+  `trusted` is the JSON form of `runs.Trusted`, by default that of a strange folder.
 
   `run` is the process that started this one: when it is gone, the log gets no end until
   somebody resumes the run, which starts another scorer.
   """
   options = runs.read_options(folder)
+  runs.Trusted(**json.loads(trusted or "{}")).check(options)
   holdout = task_.load(options.task).holdout()
   if holdout is None:
     return
@@ -119,4 +125,4 @@ def _score(evaluator: CachedEvaluator, source: str) -> tuple[Status, float | Non
 
 
 if __name__ == "__main__":
-  follow(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))
+  follow(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:])

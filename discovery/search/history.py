@@ -7,32 +7,31 @@ from typing import Any
 from mxjax.discovery.core import candidate_source, verdict
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
-from mxjax.discovery.core.proposal import Experiment, Proposal, Record
+from mxjax.discovery.core.proposal import (
+  Answered,
+  Experiment,
+  Proposal,
+  Ran,
+  Record,
+)
 from mxjax.discovery.core.residual import Explanation, Symbol
 from mxjax.discovery.core.store import Store
-from mxjax.discovery.core.task import Outcome, Task
+from mxjax.discovery.core.task import Outcome, Status, Task
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.registration import Attempt
 
 OnEvent = Callable[[dict[str, Any]], None]
 
 
 class History:
-  """The experiments of a run; `on_event`, if set, receives every logged event.
-
-  Attributes:
-    proxies: The last proxy of each program relative to its parent's.
-    shown: What another text showed of candidates beside their parents, in order; only
-      the placebo that shuffles verdicts keeps it.
-  """
+  """The experiments of a run; `on_event`, if set, receives every logged event."""
 
   def __init__(
     self, store: Store, task: Task, mark_every: int, rank: Callable[[Record], Any]
   ) -> None:
     """Starts empty; the champion has the lowest `rank`."""
     self.experiments: list[Experiment] = []
-    self.proxies: dict[str, float | None] = {}
-    self.shown: list[float] = []
     self.on_event: OnEvent | None = None
     self._store, self._task, self._every = store, task, mark_every
     self._marked, self._rank = 0, rank
@@ -74,7 +73,7 @@ class History:
     self,
     attempt: Attempt,
     finding: verdict.Finding | None,
-    checks: Mapping[str, bool],
+    checks: Mapping[str, Check],
     observed: Mapping[str, Mapping[str, Symbol]],
   ) -> None:
     """Adds an executed packet to the experiments."""
@@ -91,7 +90,6 @@ class History:
         changes=changes,
         gain=self.improves(changes) and attempt.transfers is not False,
         score=outcome.values.get(self._task.target),
-        proxy=self.proxies.get(attempt.prepared.id),
         feedback=outcome.detail,
         diff=candidate_source.diff(attempt.parent.source, attempt.prepared.source),
         verdict=finding.verdict if finding else "",
@@ -100,8 +98,19 @@ class History:
         observed=observed,
         excluded=finding.excluded if finding else {},
         survivors=finding.survivors if finding else (),
-        implemented=all(checks.values()) if checks else None,
+        implemented=_all_met(checks),
         transfers=attempt.transfers,
+        values=outcome.values,
+        ran=_ran(attempt),
+        answered=tuple(
+          Answered(
+            demand.response,
+            demand.label,
+            checks[demand.packet].implemented,
+            checks[demand.packet].detail,
+          )
+          for demand in attempt.demands
+        ),
       )
     )
 
@@ -131,9 +140,10 @@ class History:
         status=str(status),
         changes={},
         gain=False,
-        proxy=self.proxies.get(program),
         feedback=detail,
-        diff=candidate_source.diff(parent.source, proposal.source),
+        diff=""
+        if proposal.unusable
+        else candidate_source.diff(parent.source, proposal.source),
       )
     )
 
@@ -152,3 +162,24 @@ class History:
       known = [r for r in measured if r.call <= self._marked]
       best = min(known, key=self._rank)
       self.emit("mark", call=self._marked, champion=best.id, value=best.values[target])
+
+
+def _all_met(checks: Mapping[str, Check]) -> bool | None:
+  """Returns whether every demand was met; None if none was, or could be, decided."""
+  decided = [c.implemented for c in checks.values() if c.implemented is not None]
+  return all(decided) if decided else None
+
+
+def _ran(attempt: Attempt) -> tuple[Ran, ...]:
+  """Returns what became of the conditions beside the primary run, in their order."""
+  shown = []
+  for condition in attempt.packet.conditions[1:]:
+    outcome = attempt.outcomes.get(condition.name)
+    if outcome is not None:
+      said = (outcome.status, outcome.detail, outcome.values)
+    elif attempt.outcome.status == Status.OK:
+      said = ("not needed", "it tells nothing apart that the others left", {})
+    else:
+      said = ("not run", "the primary run failed", {})
+    shown.append(Ran(condition.name, *said))
+  return tuple(shown)

@@ -2,14 +2,20 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from mxjax.discovery.core import identity
-from mxjax.discovery.core.candidate_source import RejectedError, with_functions
+from mxjax.discovery.core import identity, interventions
+from mxjax.discovery.core.candidate_source import (
+  RejectedError,
+  graft,
+  with_functions,
+  with_plan,
+)
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
 from mxjax.discovery.core.residual import (
+  OF_EDIT,
   OF_PARENT,
   OTHER_TEXT,
   PRIMARY,
@@ -18,23 +24,27 @@ from mxjax.discovery.core.residual import (
   Explanation,
   Residual,
   Symbol,
+  bare,
 )
-from mxjax.discovery.core.task import Call, Outcome, Status
+from mxjax.discovery.core.task import Call, Outcome, Status, Task
 from mxjax.discovery.core.verdict import Response
-from mxjax.discovery.search import checkers, controls
+from mxjax.discovery.search import checkers, controls, rivals, scopes
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.settings import SearchConfig
 
-Stage = Literal["primary", "test", "other"]
-"""When a condition runs: candidates, then other texts, then controls and probes."""
-LATER: tuple[Stage, ...] = ("test", "other")
+Stage = Literal["primary", "own", "rival"]
+"""When a condition runs: candidates, their controls and probes, then our controls."""
+LATER: tuple[Stage, ...] = ("own", "rival")
+
+
+class RefusedQuestionError(ValueError):
+  """Raised for a question or a control that must be mended before anything is paid."""
 
 
 def _stage(condition: Condition) -> Stage:
   if condition.name == PRIMARY:
     return "primary"
-  is_test = condition.call.intervention.get("kind") == OTHER_TEXT
-  return "test" if is_test else "other"
+  return "rival" if condition.name.startswith(rivals.PREFIX) else "own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Selection:
 
   Attributes:
     address: Round and position within it; draws depend on the seed and this address.
-    residuals: The parent's actionable residuals, largest excess first.
+    residuals: The parent's open questions, the one to address first.
     demands: What revisions of the parent must carry, oldest first.
   """
 
@@ -51,6 +61,18 @@ class Selection:
   parent: Record
   residuals: tuple[Residual, ...]
   demands: tuple[Demand, ...]
+
+  @property
+  def due(self) -> Demand | None:
+    """The demand for a change that the next proposal is to answer."""
+    return next((d for d in self.demands if not d.forbids), None)
+
+  @property
+  def focus(self) -> Residual | None:
+    """The question that the next proposal is to address."""
+    if self.due is not None:
+      return self.due.residual
+    return self.residuals[0] if self.residuals else None
 
   def residual(self, proposal: Proposal) -> Residual | None:
     """Returns the residual that a proposal addresses; an owed one takes precedence."""
@@ -75,7 +97,8 @@ class Attempt:
   """One registered packet on its way through a round.
 
   `demands` are checked on it. `outcomes` are by condition; `skipped` names registered
-  controls that will not run. `transfers` is that of `Experiment`.
+  controls that will not run. `transfers` is that of `Experiment`. `sources` holds the
+  programs that conditions amount to, as far as they are known.
   """
 
   proposal: Proposal
@@ -86,6 +109,7 @@ class Attempt:
   outcomes: dict[str, Outcome] = dataclasses.field(default_factory=dict)
   skipped: frozenset[str] = frozenset()
   transfers: bool | None = None
+  sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def is_safe(self) -> bool:
@@ -110,17 +134,6 @@ class Attempt:
     """Names of the conditions in which the parent runs under a control."""
     names = {condition.name for condition in self.packet.conditions}
     return names & {of_parent(name) for name in names}
-
-  @property
-  def tested(self) -> dict[str, float]:
-    """What the parent and the candidate show on another text, if they ran on it."""
-    shown = {}
-    for condition in self.conditions("test"):
-      is_parent = condition.name in self.of_parents
-      program = self.packet.parent if is_parent else self.packet.program
-      if self.outcomes[condition.name].status == Status.OK:
-        shown[program] = self.outcomes[condition.name].values[OTHER_TEXT]
-    return shown
 
   def conditions(self, stage: Stage) -> list[Condition]:
     """Returns the conditions of a stage that are to run."""
@@ -170,15 +183,15 @@ def of_parent(control: str) -> str:
   return control + OF_PARENT
 
 
-def probed(demand: Demand, candidate: Call, parent: Call) -> Call:
+def probed(demand: Demand, candidate: Call, parent: Call, parts: Iterable[str]) -> Call:
   """Returns the counterpart that a candidate must differ from to meet a demand.
 
-  A demand for a change takes the computation back to the parent's; one that forbids an
-  intervention puts that intervention in.
+  A demand for a change takes the answering parts back to the parent's; one that forbids
+  an intervention puts that intervention in.
   """
   if demand.forbids:
     return candidate.replaced(demand.intervention)
-  return checkers.reverted(candidate, parent, demand.computation)
+  return checkers.reverted(candidate, parent, parts)
 
 
 def carries(evaluator: CachedEvaluator, call: Call, part: Call) -> bool:
@@ -214,39 +227,59 @@ def freeze(
   which stay owed, then without both.
 
   Raises:
-    ValueError: The allowed controls cannot separate the explanations, or there is only
-      one, or one predicts what is not measured.
+    RefusedQuestionError: The allowed controls cannot separate the explanations, or
+      there is only one, or one predicts what is not measured, or a control has no form.
   """
   first = alone(prepared, selection.parent.id, evaluator)
   residual = selection.residual(proposal) if config.policy != "none" else None
   demands = selection.checked(proposal) if config.checker != "none" else ()
   # If the minimal set left several explanations, run every allowed control.
   policy = "all" if any(map(checkers.retests, demands)) else config.policy
-  asks: tuple[Condition, ...] = ()
+  asks, accounts, sources = (), (), {}
   if residual is not None:
-    asks = _question(selection, proposal, prepared, policy, config.seed, evaluator)
-  probes = _probes(selection, prepared, demands, config, evaluator, ledger)
-  for has_question, has_demands in ((1, 1), (0, 1), (1, 0), (0, 0)):
+    proposal = _checked(proposal, evaluator.task)
+    question = _question(selection, proposal, prepared, policy, config.seed, evaluator)
+    asks, accounts, sources = question
+  probes = _probes(selection, proposal, prepared, demands, config, evaluator, ledger)
+  attempt = None
+  for has_question, has_demands in FALLBACKS:
     packet = dataclasses.replace(
       first,
-      conditions=first.conditions + asks * has_question + probes * has_demands,
+      conditions=(
+        *first.conditions,
+        *(asks if has_question else ()),
+        *(probes if has_demands else ()),
+      ),
       declared=proposal.declared,
     )
     if has_question and residual is not None:
       packet = dataclasses.replace(
         packet,
         residual=residual,
-        explanations=proposal.explanations,
+        explanations=accounts,
         allowed=tuple(c.name for c in proposal.controls),
         policy=policy,
       )
     if has_demands and demands:
       answered = tuple(d.packet for d in demands)
       packet = dataclasses.replace(packet, response_to=answered, checker=config.checker)
+    checked = demands if packet.response_to else ()
+    attempt = Attempt(proposal, prepared, selection.parent, checked, packet)
     if ledger.fits(ledger.price(packet.conditions)):
       break
-  checked = demands if packet.response_to else ()
-  return Attempt(proposal, prepared, selection.parent, checked, packet)
+  assert attempt is not None
+  attempt.sources = sources
+  return attempt
+
+
+FALLBACKS = (
+  # With its question; with the demands that it answers.
+  (True, True),
+  (False, True),
+  (True, False),
+  (False, False),
+)
+"""What a packet holds, in the order in which it is tried against the budget."""
 
 
 def unfit(
@@ -276,6 +309,29 @@ def unfit(
   return None
 
 
+def _checked(proposal: Proposal, task: Task) -> Proposal:
+  """Returns a proposal with its controls in their registered form and at our price.
+
+  Raises:
+    RefusedQuestionError: A control has no form that the evaluator can run.
+  """
+  known = interventions.of_task(task.interface, task.interventions)
+  controls_ = []
+  for control in proposal.controls:
+    if control.name.startswith(rivals.PREFIX):
+      raise RefusedQuestionError(
+        f"control {control.name}: names that begin with {rivals.PREFIX!r} are ours; "
+        "rename it."
+      )
+    try:
+      change = interventions.checked(known, control.intervention)
+    except ValueError as error:
+      raise RefusedQuestionError(f"control {control.name}: {error}") from error
+    cost = task.price(change)
+    controls_.append(dataclasses.replace(control, intervention=change, cost=cost))
+  return dataclasses.replace(proposal, controls=tuple(controls_))
+
+
 def _question(
   selection: Selection,
   proposal: Proposal,
@@ -283,103 +339,224 @@ def _question(
   policy: controls.Policy,
   seed: int,
   evaluator: CachedEvaluator,
-) -> tuple[Condition, ...]:
-  """Returns the conditions of the selected controls, and of the parent under one."""
-  accounts, address = proposal.explanations, (seed, *selection.address)
-  _check_accounts(accounts, evaluator.task.margins)
-  conditions = []
-  for control in controls.select(policy, accounts, proposal.controls, *address):
+) -> tuple[tuple[Condition, ...], tuple[Explanation, ...], dict[str, str]]:
+  """Returns the conditions of a question, its accounts, and programs among them.
+
+  The selected controls of the proposer come first, then those of our rivals.
+  """
+  task, parent = evaluator.task, selection.parent
+  mine, theirs = prepared.full_call, parent.full_call
+  _check_accounts(proposal.explanations, proposal.controls, task.margins)
+  try:
+    address = (seed, *selection.address)
+    chosen = controls.select(policy, proposal.explanations, proposal.controls, *address)
+  except ValueError as error:
+    raise RefusedQuestionError(str(error)) from error
+  accounts, ours = rivals.of(task, proposal, mine, theirs)
+  conditions: list[Condition] = []
+  sources: dict[str, str] = {}
+  for control in (*chosen, *ours):
+    try:
+      call, source = _controlled(control, parent, prepared, evaluator)
+    except RefusedQuestionError:
+      if control in chosen:
+        raise
+      # Ours has nothing to take away: it is the parent or the candidate itself.
+      accounts = _without(accounts, control.name)
+      continue
     if control.intervention.get("kind") == OTHER_TEXT:
-      before = selection.parent.full_call._replace(intervention=control.intervention)
+      before = theirs._replace(intervention=dict(control.intervention))
       name = of_parent(control.name)
       conditions.append(evaluator.condition(name, "control", before, control.cost))
-    call = _controlled(control, selection.parent, prepared, evaluator)
     conditions.append(evaluator.condition(control.name, "control", call, control.cost))
-  return tuple(conditions)
+    if source:
+      sources[control.name] = source
+  return tuple(conditions), accounts, sources
+
+
+def _without(
+  accounts: tuple[Explanation, ...], control: str
+) -> tuple[Explanation, ...]:
+  """Takes a rival and its control out of the accounts."""
+  left = [e for e in accounts if not (e.rival and e.predicts(control))]
+  rows = lambda e: {k: v for k, v in e.predictions.items() if k != control}
+  return tuple(dataclasses.replace(e, predictions=rows(e)) for e in left)
 
 
 def _check_accounts(
-  accounts: Sequence[Explanation], margins: Mapping[str, float]
+  accounts: Sequence[Explanation],
+  allowed: Sequence[Control],
+  margins: Mapping[str, float],
 ) -> None:
   """Refuses a question that no run could answer.
 
   Without a competitor, whatever happens supports the focal account. What has no margin
-  has no symbol, so a prediction of it separates accounts on paper only.
+  has no symbol, so a prediction of it separates accounts on paper only; and a condition
+  that is no control never runs.
   """
-  if len(accounts) == 1:
-    raise ValueError(
-      f"explanations: expected a focal account and a competitor, got "
-      f"{accounts[0].name!r} alone; register what else would explain the outcome."
+  if len(accounts) < 2:
+    alone_ = f"{accounts[0].name!r} alone" if accounts else "none"
+    raise RefusedQuestionError(
+      f"explanations: expected a focal account and a competitor, got {alone_}; "
+      "register what else would explain the outcome, or set `residual` to null for a "
+      "candidate without a question."
     )
+  names = {PRIMARY, *(control.name for control in allowed)}
   for account in accounts:
     rows = account.predictions.values()
-    if unknown := sorted({name for row in rows for name in row} - set(margins)):
-      raise ValueError(
+    asked = {bare(name) for row in rows for name in row}
+    if unknown := sorted(asked - {*margins}):
+      raise RefusedQuestionError(
         f"explanations: {account.name} predicts {', '.join(unknown)}, which no margin "
         f"is registered for; predict some of {', '.join(margins)}."
+      )
+    if absent := sorted({*account.predictions} - names):
+      raise RefusedQuestionError(
+        f"explanations: {account.name} predicts under {', '.join(absent)}, which is no "
+        f"control of this proposal; use {', '.join(sorted(names))}."
+      )
+    if fates := [n for n in account.predicts(PRIMARY) if n.endswith(OF_EDIT)]:
+      raise RefusedQuestionError(
+        f"explanations: {account.name} predicts {', '.join(fates)} under primary, "
+        "where nothing is taken from the edit; predict down, same or up there."
       )
 
 
 def _probes(
   selection: Selection,
+  proposal: Proposal,
   prepared: Prepared,
   demands: tuple[Demand, ...],
   config: SearchConfig,
   evaluator: CachedEvaluator,
   ledger: Ledger,
 ) -> tuple[Condition, ...]:
-  """Returns the probes that demands need beyond what identities and records tell."""
-  own, conditions = prepared.full_call, []
+  """Returns the probes for demands that no outcome paid for can tell.
+
+  That the whole edit answers a demand, or that only other parts are as before, shows in
+  the primary run beside the parent's; and what is not declared, or executes as before,
+  fails without one.
+  """
+  own, parent = prepared.full_call, selection.parent
+  conditions = []
   needing = demands if checkers.needs_probe(config.checker) else ()
   for demand in needing:
-    call = probed(demand, own, selection.parent.full_call)
+    if checkers.retests(demand) or demand.response == Response.REJECT:
+      continue
+    parts = answering(demand, proposal.declared, own, parent.full_call, evaluator)
+    call = probed(demand, own, parent.full_call, parts)
     condition = evaluator.condition(probe_name(demand), "probe", call)
-    is_told = demand.forbids and (
-      demand.response == Response.REJECT
-      or ledger.ran(condition.exec_id)
-      or carries(evaluator, own, demand.before)
+    is_told = ledger.ran(condition.exec_id) or (
+      carries(evaluator, own, demand.before) if demand.forbids else not parts
     )
-    is_same = carries(evaluator, own, call.part(demand.computation))
-    if not (is_told or is_same or checkers.retests(demand)):
+    if not is_told:
       conditions.append(condition)
   return tuple(conditions)
 
 
+def answering(
+  demand: Demand,
+  declared: Sequence[str],
+  own: Call,
+  parent: Call,
+  evaluator: CachedEvaluator,
+) -> tuple[str, ...]:
+  """Returns the parts of an edit that are to answer a demand: what it declares.
+
+  Plan keys that switch a declared hook on go with it. For what forbids, they are the
+  parts of the forbidden intervention.
+  """
+  if demand.forbids:
+    return demand.computation
+  interface = evaluator.task.interface
+  changed = scopes.changed(interface, own, parent)
+  hooks = [name for name in changed if name in declared]
+  if {*changed} - {*hooks} <= {*interface.plan}:
+    # Plan keys alone are left, such as the tables of a declared hook.
+    return changed if hooks else ()
+  return scopes.with_keys(interface, hooks, changed)
+
+
 def _controlled(
   control: Control, parent: Record, prepared: Prepared, evaluator: CachedEvaluator
-) -> Call:
-  """Returns the call of a control, with the parent's call filled in if requested.
+) -> tuple[Call, str]:
+  """Returns the call of a control, and its source if it is a program of its own.
 
-  A control of kind `program` is the candidate with the functions of its `code` in the
-  place of its own, and so has the identity of the program that it amounts to.
+  A control of kind `program` is the candidate with some parts as in the parent, or with
+  the functions of its `code` in the place of its own, and so has the identity of the
+  program that it amounts to.
 
   Raises:
-    ValueError: The control's program does not trace, or is the candidate or its parent.
+    RefusedQuestionError: The control's program does not trace, or is the candidate or
+      its parent; or the task says that the control would change nothing.
   """
   own, intervention = prepared.full_call, dict(control.intervention)
-  told = f"control {control.name}"
-  if not intervention:
-    raise ValueError(f"{told}: expected an intervention, got none; name one.")
-  if intervention.get("kind") == "program":
-    try:
-      source = with_functions(prepared.source, str(intervention.get("code", "")))
-    except RejectedError as error:
-      raise ValueError(f"{told}: {error}") from error
-    other = evaluator.prepare(source)
-    same = {c.exec_id for c in _identities(evaluator, own, parent.full_call)}
-    if other.call is None or _identities(evaluator, other.call)[0].exec_id in same:
-      raise ValueError(
-        f"{told}: expected a program that is neither the candidate nor "
-        f"its parent, got {other.detail or 'one that executes the same'}."
+  task, told = evaluator.task, f"control {control.name}"
+  if intervention["kind"] == interventions.PROGRAM:
+    call, source = _program(intervention, told, parent, prepared, evaluator)
+    mine, *same = _identities(evaluator, call, own, parent.full_call)
+    if mine.exec_id in {condition.exec_id for condition in same}:
+      raise RefusedQuestionError(
+        f"{told}: expected a program that is neither the candidate nor its parent, got "
+        "one that executes the same; take another part away."
       )
-    return other.full_call
-  if intervention.get("parent"):
-    before: Call = parent.full_call.active(evaluator.task.interface)
+    return call, source
+  if why := task.refuses(intervention, own, parent.full_call):
+    raise RefusedQuestionError(f"{told}: {why}; use another control.")
+  if task.interventions[intervention["kind"]].of_parent:
+    before: Call = parent.full_call.active(task.interface)
     intervention["parent"] = {
       "computation": dict(before.computation),
       "plan": dict(before.plan),
     }
-  return own._replace(intervention=intervention)
+  return own._replace(intervention=intervention), ""
+
+
+def _program(
+  intervention: Mapping[str, Any],
+  told: str,
+  parent: Record,
+  prepared: Prepared,
+  evaluator: CachedEvaluator,
+) -> tuple[Call, str]:
+  """Returns the call and the source of a control of kind `program`."""
+  if parts := intervention.get("without"):
+    call = prepared.full_call.replaced(parent.full_call.part(parts))
+    return call, grafted(prepared.source, parent.source, parts, call, evaluator)
+  try:
+    source = prepared.source
+    if code := intervention.get("code"):
+      source = with_functions(source, code)
+    if plan := intervention.get("plan"):
+      source = with_plan(source, plan)
+  except (RejectedError, ValueError, SyntaxError, RecursionError) as error:
+    raise RefusedQuestionError(f"{told}: {error}") from error
+  other = evaluator.prepare(source)
+  if other.call is None:
+    raise RefusedQuestionError(f"{told}: its program is {other.status}: {other.detail}")
+  return other.full_call, source
+
+
+def grafted(
+  source: str,
+  donor: str,
+  parts: Iterable[str],
+  call: Call,
+  evaluator: CachedEvaluator,
+) -> str:
+  """Returns a source that executes as a call: with parts of a donor; or nothing.
+
+  Both are admitted programs. What cannot be put together as text stays a measurement.
+  """
+  try:
+    text = graft(source, donor, parts, evaluator.task.interface)
+  except (RejectedError, SyntaxError, RecursionError):
+    return ""
+  other = evaluator.prepare(text)
+  if other.call is None:
+    return ""
+  one, two = _identities(evaluator, other.full_call, call)
+  return text if one.exec_id == two.exec_id else ""
 
 
 def _identities(evaluator: CachedEvaluator, *calls: Call) -> list[Condition]:

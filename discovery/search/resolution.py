@@ -6,7 +6,7 @@ Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compi
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from mxjax.discovery.core import identity, verdict
+from mxjax.discovery.core import verdict
 from mxjax.discovery.core.proposal import Demand
 from mxjax.discovery.core.residual import (
   OTHER_TEXT,
@@ -14,11 +14,14 @@ from mxjax.discovery.core.residual import (
   Residual,
   Symbol,
   consistent,
+  disagree,
+  fate,
+  of_edit,
   symbol,
 )
-from mxjax.discovery.core.task import Call, Outcome, Status, Task
+from mxjax.discovery.core.task import Outcome, Status, Task
 from mxjax.discovery.core.verdict import FORBIDDING, Finding, Response, Verdict
-from mxjax.discovery.search import checkers, controls, registration
+from mxjax.discovery.search import checkers, controls, registration, scopes
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.frontier import ResidualFrontier
@@ -71,40 +74,58 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   ]
   running = registered - attempt.skipped
   allowed = [c for c in attempt.proposal.controls if c.name in running]
-  needed = {control.name for control in controls.minimal(left, allowed)}
+  theirs = [account for account in left if not account.rival]
+  needed = {control.name for control in controls.minimal(theirs, allowed)}
+  focal = packet.explanations[0]
+  if focal in left and seen.get(PRIMARY, {}).get(task.target) == "down":
+    # A gain that the focal account may claim: our rivals have their say.
+    needed |= {
+      name
+      for account in left
+      if account.rival
+      for name in running
+      if disagree(focal.predicts(name), account.predicts(name))
+    }
   return frozenset(waiting - needed - {registration.of_parent(name) for name in needed})
 
 
 def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
   """Returns the symbols of every condition of the candidate that succeeded, but probes.
 
-  They are relative to the parent's primary run, and to what it shows under the same
-  control where it ran under that as well.
+  Directions are relative to the parent's primary run, and to what it shows under the
+  same control where it ran under that as well. Under a control, the fate of the edit's
+  own change stands beside them; where another text is scored, that of the target.
   """
   probes = {c.name for c in attempt.packet.conditions if c.kind == "probe"}
-  seen = {}
+  seen: dict[str, dict[str, Symbol]] = {}
   for name, outcome in attempt.outcomes.items():
-    if name not in probes | attempt.of_parents and outcome.status == Status.OK:
-      again = attempt.outcomes.get(registration.of_parent(name))
-      before = {**attempt.parent.values, **(again.values if again else {})}
-      seen[name] = symbols(task, before, outcome)
+    if name in probes | attempt.of_parents or outcome.status != Status.OK:
+      continue
+    again = attempt.outcomes.get(registration.of_parent(name))
+    before = {**attempt.parent.values, **(again.values if again else {})}
+    seen[name] = symbols(task, before, outcome)
+    if name != PRIMARY and attempt.outcome.status == Status.OK:
+      seen[name] |= _fates(task, attempt, before, outcome)
   return seen
 
 
-def shuffle_tests(attempts: Iterable[Attempt], history: History, seed: int) -> None:
-  """Placebo: another text shows of a candidate a change drawn from all so far."""
-  for attempt in attempts:
-    ids, tested = (attempt.packet.parent, attempt.packet.program), attempt.tested
-    if tested.keys() == {*ids}:
-      before, after = (tested[program] for program in ids)
-      history.shown.append(after - before)
-      where = (seed, len(history.shown), "shuffled test")
-      drawn = identity.pick(history.shown, *where)
-      shown = {OTHER_TEXT: before + drawn}
-      names = {c.name for c in attempt.conditions("test")} - attempt.of_parents
-      for name in names:
-        outcome = attempt.outcomes[name]
-        attempt.outcomes[name] = dataclasses.replace(outcome, values=shown)
+def _fates(
+  task: Task, attempt: Attempt, before: Mapping[str, float], outcome: Outcome
+) -> dict[str, Symbol]:
+  """Returns what a control left of the edit's change of each observable."""
+  edit, found = attempt.changes, {}
+  values = dict(outcome.values)
+  if OTHER_TEXT in values and OTHER_TEXT in before:
+    # The target on another text, beside the parent there.
+    values[task.target] = (
+      attempt.parent.values[task.target] + values[OTHER_TEXT] - before[OTHER_TEXT]
+    )
+  for name, margin in task.margins.items():
+    if name in values and name in edit:
+      change = values[name] - attempt.parent.values[name]
+      if (symbol_ := fate(edit[name], change, margin)) is not None:
+        found[of_edit(name)] = symbol_
+  return found
 
 
 def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:
@@ -129,41 +150,51 @@ def resolve(
   )
 
 
-def check(evaluator: CachedEvaluator, attempt: Attempt, demand: Demand) -> Check:
-  """Checks whether a candidate meets a demand, in the computation that it names."""
+def check(
+  evaluator: CachedEvaluator, attempt: Attempt, demand: Demand, finding: Finding | None
+) -> Check:
+  """Checks whether a candidate meets a demand, and whether its response matters."""
   packet, outcome = attempt.packet, attempt.outcome
   checker: checkers.Checker = packet.checker  # pyright: ignore[reportAssignmentType]
   if outcome.status != Status.OK:
     return Check(checker, False, f"the candidate ended {outcome.status}")
   if demand.forbids:
     return _kept_out(evaluator, attempt, demand, checker)
-  target = evaluator.task.target
-  if lacks := checkers.missing(demand, packet, attempt.outcomes, target):
+  own = attempt.prepared.full_call
+  is_same = registration.carries(evaluator, own, demand.intervention)
+  if checkers.retests(demand) and is_same and finding is not None:
+    if finding.verdict != Verdict.UNRESOLVED and finding.explicit == "control":
+      return Check(checker, True, f"a control resolved the question: {finding.reason}")
+  if lacks := checkers.missing(demand, packet, attempt.outcomes, evaluator.task.target):
+    if broken := checkers.failed(packet, attempt.outcomes):
+      told = f"{lacks}; {', '.join(broken)} could not be run, which is no evidence"
+      return Check(checker, None, told)
     return Check(checker, False, lacks)
-  own, scope = attempt.prepared.full_call, demand.computation
   if checkers.retests(demand):
-    is_same = registration.carries(evaluator, own, demand.intervention)
-    return Check(checker, is_same, f"the same intervention in {scope}: {is_same}")
-  if not set(scope) & set(packet.declared):
-    return Check(checker, False, f"declares {packet.declared}, nothing of {scope}")
+    told = f"the intervention in {', '.join(demand.computation)} is "
+    return Check(checker, is_same, told + ("the same" if is_same else "another one"))
   if demand.response == Response.EXTEND and registration.carries(
     evaluator, own, demand.before
   ):
-    return Check(checker, False, f"{scope} is as before the supported intervention")
+    told = f"{', '.join(demand.computation)} is as before the supported intervention"
+    return Check(checker, False, told)
   return _changed(evaluator, attempt, demand, checker)
 
 
 def verify(
-  evaluator: CachedEvaluator, history: History, attempt: Attempt
-) -> dict[str, bool]:
-  """Checks and logs whether each demand reached the executed computation, by packet."""
+  evaluator: CachedEvaluator,
+  history: History,
+  attempt: Attempt,
+  finding: Finding | None,
+) -> dict[str, Check]:
+  """Checks and logs whether each demand was met, by packet."""
   met = {}
   for demand in attempt.demands:
-    made = check(evaluator, attempt, demand)
+    made = check(evaluator, attempt, demand, finding)
     about = {"response_to": demand.packet, "response": demand.response}
     fields = {"packet": attempt.packet.hash, **about, **dataclasses.asdict(made)}
     history.emit("check", **fields)
-    met[demand.packet] = made.implemented
+    met[demand.packet] = made
   return met
 
 
@@ -173,20 +204,43 @@ def _changed(
   demand: Demand,
   checker: checkers.Checker,
 ) -> Check:
-  """Checks that the demand's computation is not the parent's."""
-  own, parent, scope = attempt.prepared, attempt.parent, demand.computation
+  """Checks that what an edit declares changes something, and by enough."""
+  own, parent = attempt.prepared, attempt.parent
+  declared = attempt.packet.declared
+  parts = registration.answering(
+    demand, declared, own.full_call, parent.full_call, evaluator
+  )
+  if not parts:
+    told = f"declares {', '.join(declared) or 'nothing'}, which executes as before"
+    return Check(checker, False, told)
   if checker == "source":
     before = evaluator.prepare(parent.source).admitted
     assert own.admitted is not None and before is not None
-    return checkers.by_source(own.admitted, before, scope)
+    return checkers.by_source(own.admitted, before, parts)
   if checker == "lowered":
-    return checkers.by_lowering(own.full_call, parent.full_call, scope)
-  without = attempt.outcomes.get(registration.probe_name(demand))
-  if without is None:
-    return Check(checker, False, f"{scope} executes as in the parent")
+    return checkers.by_lowering(own.full_call, parent.full_call, parts)
+  without = _counterpart(evaluator, attempt, demand, parts)
+  if without.status != Status.OK:
+    return Check(checker, False, f"without the response it ends {without.status}")
   if checker == "probe":
-    return checkers.by_probe(attempt.outcome, without, scope)
+    margins = evaluator.task.margins
+    return checkers.by_probe(attempt.outcome, without.values, demand.about, margins)
   return checkers.by_layer_output(attempt.outcome, without)
+
+
+def _counterpart(
+  evaluator: CachedEvaluator,
+  attempt: Attempt,
+  demand: Demand,
+  parts: Iterable[str],
+) -> Outcome:
+  """Returns the outcome that a candidate is compared with, which was paid for."""
+  name = registration.probe_name(demand)
+  if (probe := attempt.outcomes.get(name)) is not None:
+    return probe
+  own, parent = attempt.prepared.full_call, attempt.parent.full_call
+  (outcome,) = evaluator.measure(registration.probed(demand, own, parent, parts))
+  return outcome
 
 
 def _kept_out(
@@ -197,21 +251,19 @@ def _kept_out(
 ) -> Check:
   """Checks that a candidate does not execute an intervention under another name.
 
-  A candidate that has its lowered program was refused before its first call.
+  A candidate that has its lowered program was refused before its first call. One that
+  differs from it by less than every margin has it, whatever its text.
   """
-  own, scope = attempt.prepared.full_call, demand.computation
+  own, scope = attempt.prepared.full_call, ", ".join(demand.computation)
   if registration.carries(evaluator, own, demand.before):
     return Check(checker, True, f"{scope} is as before the intervention")
   if demand.response == Response.REJECT or not checkers.needs_probe(checker):
     return Check(checker, True, f"{scope} is not what was {demand.response}")
-  name = registration.probe_name(demand)
-  if (with_it := attempt.outcomes.get(name)) is None:
-    # The run has paid for this execution before.
-    call = registration.probed(demand, own, attempt.parent.full_call)
-    (with_it,) = evaluator.measure(call)
+  with_it = _counterpart(evaluator, attempt, demand, demand.computation)
   if with_it.status != Status.OK:
     return Check(checker, True, f"with the intervention it ends {with_it.status}")
-  return checkers.by_probe(attempt.outcome, with_it, scope)
+  margins = evaluator.task.margins
+  return checkers.by_probe(attempt.outcome, with_it.values, [*margins], margins)
 
 
 def settle(
@@ -220,14 +272,16 @@ def settle(
   attempt: Attempt,
   demand: Demand,
   *,
-  is_met: bool,
+  is_met: bool | None,
   is_retained: bool,
 ) -> None:
   """Settles a demand that a packet answered: met, or owed again and by its program too.
 
   A response that failed `MAX_ATTEMPTS` times is abandoned, which the log says. What is
-  forbidden stays so.
+  forbidden stays so. What could not be told uses up no attempt.
   """
+  if is_met is None:
+    return
   parent, program = attempt.parent.id, attempt.packet.program
   holders = [program] if is_retained else []
   if demand.forbids:
@@ -241,10 +295,10 @@ def settle(
   if not is_met and again.attempts < MAX_ATTEMPTS:
     _owe(residuals, history, again, [parent, *holders], "failed")
     return
-  residuals.settle(parent, demand)
+  residuals.settle(parent, demand, is_abandoned=not is_met)
   _tell(history, demand, parent, "met" if is_met else "abandoned")
   if is_met and demand.verdict == Verdict.SUPPORTED:
-    _move(residuals, history, demand.residual, "closed", attempt.packet.hash)
+    move(residuals, history, demand.residual, "closed", attempt.packet.hash)
 
 
 def _owe(
@@ -265,6 +319,7 @@ def demand(
   attempt: Attempt,
   finding: Finding,
   *,
+  task: Task,
   is_retained: bool,
   compiles: bool,
 ) -> None:
@@ -276,11 +331,12 @@ def demand(
   packet = attempt.packet
   assert packet.residual is not None
   if finding.verdict == Verdict.SUPPORTED:
-    _move(residuals, history, packet.residual, "supported", packet.hash)
+    move(residuals, history, packet.residual, "supported", packet.hash)
   if not compiles:
     return
   mine, before = attempt.prepared.full_call, attempt.parent.full_call
-  scope = _scope(finding.response, packet.residual.computation, mine, before)
+  changed = scopes.changed(task.interface, mine, before)
+  scope = changed or packet.residual.computation or task.interface.names
   controls_ = {c.name: c.call for c in packet.conditions if c.kind == "control"}
   required = Demand(
     packet.hash,
@@ -298,27 +354,48 @@ def demand(
       for name, call in controls_.items()
       if name in attempt.outcomes and attempt.outcomes[name].status == Status.OK
     ),
+    about=_about(finding.response, packet.residual.observable, task.target),
   )
   holders = holders_of(
     finding.response, packet.program, packet.parent, is_retained=is_retained
   )
-  _owe(residuals, history, required, holders, "owed")
+  if finding.verdict != Verdict.UNRESOLVED:
+    _decided(residuals, history, required, (packet.parent, packet.program))
+  for holder in holders:
+    if residuals.gave_up(holder, required):
+      continue
+    if (known := residuals.alike(holder, required)) is None:
+      _owe(residuals, history, required, [holder], "owed")
+      continue
+    # The same question again: what is left of it is asked, with the attempts so far.
+    again = dataclasses.replace(required, attempts=known.attempts)
+    residuals.settle(holder, known)
+    _tell(history, known, holder, "superseded")
+    _owe(residuals, history, again, [holder], "owed")
 
 
-def _scope(
-  response: Response, asked: tuple[str, ...], mine: Call, before: Call
-) -> tuple[str, ...]:
-  """Returns the hooks and plan keys in which a response is looked for.
+def _about(response: Response, observable: str, target: str) -> tuple[str, ...]:
+  """Returns the observables in one of which a response must show."""
+  match response:
+    case Response.EXTEND:
+      return (observable,)
+    case Response.REPAIR_TRANSFER:
+      return (target,)
+  return tuple(dict.fromkeys((observable, target)))
 
-  A change is asked of the residual's computation. What is retired, rejected or tested
-  again is the intervention: what it changed there, or else whatever it changed.
-  """
-  if response not in (*FORBIDDING, Response.ADD_DISCRIMINATOR):
-    return asked
-  names = sorted(mine.computation.keys() | mine.plan.keys())
-  changed = tuple(n for n in names if mine.part([n]) != before.part([n]))
-  within = tuple(n for n in changed if n in asked)
-  return changed if response == Response.REJECT else within or changed or asked
+
+def _decided(
+  residuals: ResidualFrontier,
+  history: History,
+  about: Demand,
+  holders: Iterable[str],
+) -> None:
+  """Settles the demands for a discriminator of a question that is now resolved."""
+  for holder in holders:
+    for known in residuals.demands(holder):
+      if known.response == Response.ADD_DISCRIMINATOR and known.same_question(about):
+        residuals.settle(holder, known)
+        _tell(history, known, holder, "resolved")
 
 
 def holders_of(
@@ -346,13 +423,13 @@ def _tell(history: History, demand: Demand, holder: str, status: str) -> None:
   )
 
 
-def _move(
+def move(
   residuals: ResidualFrontier,
   history: History,
   residual: Residual,
   status: str,
   packet: str,
 ) -> None:
-  if residuals.questions[residual.key].status not in (status, "closed"):
-    residuals.move(residual, status, packet)
+  """Changes the status of a question and logs it, unless it has that or is final."""
+  if residuals.move(residual, status, packet):
     history.emit("residual", key=residual.key, status=status, packet=packet)

@@ -7,20 +7,25 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.edit_templates import EditTemplate
-from mxjax.discovery.core.proposal import Proposer, Record
-from mxjax.discovery.core.store import Store
+from mxjax.discovery.core.proposal import (
+  Context,
+  Proposal,
+  Proposer,
+  ProposerError,
+  Record,
+)
+from mxjax.discovery.core.store import Store, begun_events
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
 from mxjax.discovery.proposers.human import HumanProposer
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search.asking import FreeProxy
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.frontier import Transfer
 from mxjax.discovery.search.history import OnEvent
@@ -35,8 +40,7 @@ class RunOptions:
   Attributes:
     config: Fields of `SearchConfig`.
     sandbox: `strict`, `standard` or `off`.
-    proposer: Settings with their `kind`: `embedded`, `expressions`, `llm`, `cassette`
-      or `human`.
+    proposer: Settings with their `kind`: `embedded`, `llm`, `cassette` or `human`.
     holdout: When the held-out scorer runs: `after`, `during` or `off`.
   """
 
@@ -52,6 +56,38 @@ class RunOptions:
   def search(self) -> SearchConfig:
     """The configuration of the search."""
     return SearchConfig(**self.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trusted:
+  """What a caller lets a run folder execute: a folder is data, and decides none of it.
+
+  Attributes:
+    task: The specification of a task with code of its own, or None: built-in ones only.
+    sandbox: The level at which the folder's programs run.
+  """
+
+  task: Mapping[str, Any] | None = None
+  sandbox: str = "strict"
+
+  @classmethod
+  def own(cls, options: RunOptions) -> "Trusted":
+    """Returns what a caller trusts who wrote the options itself."""
+    return cls(task=dict(options.task), sandbox=options.sandbox)
+
+  def check(self, options: RunOptions) -> None:
+    """Refuses a folder that asks for more.
+
+    Raises:
+      ValueError: It names a task with code of its own, or another level.
+    """
+    task_.check_trusted(options.task, self.task)
+    if options.sandbox != self.sandbox:
+      raise ValueError(
+        f"discover: expected a run at sandbox level {self.sandbox}, got one at "
+        f"{options.sandbox!r:.40}; name its level by --sandbox, if you trust its "
+        "programs to run so."
+      )
 
 
 def write_options(folder: pathlib.Path, options: RunOptions) -> None:
@@ -105,23 +141,11 @@ def make_proposer(
   settings = dict(options.proposer)
   kind = settings.pop("kind")
   is_contested = settings.pop("contested", False)
-
-  def amended(template: EditTemplate) -> EditTemplate:
-    if getattr(task, "tests_luck", False):
-      template = template.with_luck(task.target)
-    return template.contested() if is_contested else template
-
-  if kind in ("embedded", "expressions"):
-    templates = [amended(template) for template in task.edit_templates]
-    if kind == "embedded":
-      return EmbeddedProposer(templates, task.target)
-    if (grammar := getattr(task, "grammar", None)) is None:
-      raise ValueError(
-        f"discover: task {task.spec['task']!r} has no grammar of trees; use another "
-        "proposer, such as embedded."
-      )
-    hooks, target = task.interface, task.target
-    return ExpressionProposer(grammar, hooks, templates, target, amended=amended)
+  if kind == "embedded":
+    templates = [
+      each.contested() if is_contested else each for each in task.edit_templates
+    ]
+    return EmbeddedProposer(templates, task.target)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
@@ -129,8 +153,7 @@ def make_proposer(
     metered = options.search.is_metered
     return weighted.make(options.proposer, task, store=store, metered=metered)
   raise ValueError(
-    f"discover: unknown proposer {kind!r}; use embedded, expressions, llm, "
-    "cassette or human."
+    f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
   )
 
 
@@ -173,6 +196,8 @@ def run(
   ray: bool = False,
   compiled: pathlib.Path | None = None,
   on_event: OnEvent | None = None,
+  closing: bool = False,
+  trusted: Trusted | None = None,
 ) -> Record:
   """Starts or resumes the run of a folder with `run.json`; returns the champion.
 
@@ -180,23 +205,27 @@ def run(
   number of parallel calls, or on `ray`, which makes workers Ray actors. `compiled` is a
   folder in which the workers of this and other runs share compiled programs; neither
   the trajectory nor any identity depends on it. `on_event` receives every event.
+  `closing` ends the run where its log ends; see `close`. `trusted` is what the caller
+  allows a folder to execute; by default a built-in task, in the strict jail.
 
   Raises:
     OutageError: The proposer gave no answer; the run can be resumed.
     ValueError: The held-out scorer failed.
   """
   options = read_options(folder)
+  allowed = trusted or Trusted()
+  allowed.check(options)
   task = task_.load(options.task)
   store = Store(folder)
-  scorer = start_holdout(folder) if options.holdout == "during" else None
+  scorer = start_holdout(folder, allowed) if options.holdout == "during" else None
   executors: list[LocalExecutor | JailedExecutor] = []
-  screening = None
+  proxy = free_proxy(options, task, store)
   try:
     how = {"workers": workers, "ray": ray, "compiled": compiled}
     for each in task_.with_transfer(task):
       executors.append(make_executor(each, store, options.sandbox, **how))
-    screening = _screening(options, task, executors[0], store)
-    search = make_search(options, task, executors, store, screening=screening)
+    proposer = _Closing(folder) if closing else None
+    search = make_search(options, task, executors, store, ask=proxy, proposer=proposer)
     champion = search.run(on_event)
   except BaseException:
     # The scorer would wait for the end of the log.
@@ -205,11 +234,11 @@ def run(
       scorer.wait()
     raise
   finally:
-    for executor in filter(None, (*executors, screening)):
-      executor.close()
+    for ending in filter(None, (*executors, proxy)):
+      ending.close()
     store.close()
   if options.holdout == "after":
-    scorer = start_holdout(folder)
+    scorer = start_holdout(folder, allowed)
   if scorer is not None and scorer.wait() != 0:
     raise ValueError(
       f"discover: the held-out scorer of {folder} ended with {scorer.returncode}; run "
@@ -218,53 +247,67 @@ def run(
   return champion
 
 
+class _Closing:
+  """Stands in for the proposer of a run that is to end: it proposes nothing more."""
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    self.name: str = begun_events(folder)[0]["proposer"]
+
+  def propose(self, context: Context) -> Proposal:
+    del context
+    raise ProposerError("the run was closed by hand")
+
+
+def close(
+  folder: pathlib.Path,
+  on_event: OnEvent | None = None,
+  trusted: Trusted | None = None,
+) -> Record:
+  """Ends a run early with its held-out score; returns the champion.
+
+  What a killed run had registered is run to its end, and nothing more is proposed. A
+  run that is closed already stays as it is.
+
+  Raises:
+    ValueError: The run has not begun, or the held-out scorer failed.
+  """
+  begun_events(folder)
+  return run(folder, on_event=on_event, closing=True, trusted=trusted)
+
+
 def make_search(
   options: RunOptions,
   task: task_.Task,
   executors: Sequence[Executor],
   store: Store,
   archive: Store | None = None,
-  screening: Executor | None = None,
+  ask: FreeProxy | None = None,
+  proposer: Proposer | None = None,
 ) -> Search:
   """Builds the search that the options describe, without executing anything.
 
   `executors` are of the task and, if it has one, of the task on its transfer model;
-  `screening` executes the task's proxy, if the options ask for a screen.
+  `ask` is the free proxy, and `proposer` stands in for that of the options.
   """
   evaluators = [
     CachedEvaluator(each, executor, store, archive=archive)
     for each, executor in zip(task_.with_transfer(task), executors, strict=True)
   ]
-  proxy = None
-  if screening is not None:
-    proxy = CachedEvaluator(proxy_of(task), screening, store, archive=archive)
-  proposer = make_proposer(options, task, store)
+  proposer = proposer or make_proposer(options, task, store)
   transfer = Transfer(evaluators[1]) if len(evaluators) > 1 else None
-  return Search(options.search, evaluators[0], proposer, store, transfer, proxy)
+  return Search(options.search, evaluators[0], proposer, store, transfer, ask)
 
 
-def proxy_of(task: task_.Task) -> task_.Task:
-  """Returns the task that measures a task's proxy.
-
-  Raises:
-    ValueError: The task has none.
-  """
-  if not hasattr(task, "proxy"):
-    raise ValueError(
-      f"discover: task {task.spec['task']!r} has no proxy; leave out --screen."
-    )
-  return task.proxy()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _screening(
-  options: RunOptions, task: task_.Task, executor: Executor, store: Store
-) -> LocalExecutor | JailedExecutor | None:
-  """Returns an executor for the proxy that shares the artifacts, or None."""
-  if options.search.screen is None:
+def free_proxy(options: RunOptions, task: task_.Task, store: Store) -> FreeProxy | None:
+  """Returns the free proxy of a task, which starts its workers when it is asked."""
+  if (proxy := task.proxy()) is None:
     return None
-  if isinstance(executor, LocalExecutor):
-    return executor.sibling(proxy_of(task))
-  return make_executor(proxy_of(task), store, options.sandbox)
+
+  def make() -> tuple[CachedEvaluator, Callable[[], None]]:
+    executor = make_executor(proxy, store, options.sandbox)
+    return CachedEvaluator(proxy, executor, store), executor.close
+
+  return FreeProxy(make)
 
 
 def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
@@ -304,7 +347,8 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
   return seconds
 
 
-def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":
+def start_holdout(folder: pathlib.Path, trusted: Trusted) -> "subprocess.Popen[bytes]":
   """Starts the held-out scorer in another process, which only reads the log."""
   command = [sys.executable, "-m", "mxjax.discovery.search.heldout", str(folder)]
-  return subprocess.Popen([*command, str(os.getpid())])
+  allowed = json.dumps(dataclasses.asdict(trusted))
+  return subprocess.Popen([*command, str(os.getpid()), allowed])

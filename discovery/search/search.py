@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mxjax.discovery.core import identity, verdict
-from mxjax.discovery.core.packet import Packet
+from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import (
   Context,
   Evidence,
@@ -21,13 +21,17 @@ from mxjax.discovery.core.proposal import (
   Proposer,
   ProposerError,
   Record,
+  Step,
   answer,
   strip,
 )
+from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Outcome, Status
-from mxjax.discovery.search import frontier, registration, resolution
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared, Screen
+from mxjax.discovery.search import frontier, registration, resolution, scopes
+from mxjax.discovery.search.asking import FreeProxy
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
+from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt, Selection
 from mxjax.discovery.search.settings import SearchConfig
@@ -43,20 +47,23 @@ class Search:
     proposer: Proposer,
     store: Store,
     transfer: frontier.Transfer | None = None,
-    proxy: CachedEvaluator | None = None,
+    ask: FreeProxy | None = None,
   ) -> None:
-    """Sets up a run; `transfer` judges improvements, `proxy` measures for a screen."""
+    """Sets up a run; `transfer` judges improvements, `ask` is the free proxy."""
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store, self._transfer = proposer, store, transfer
     self._task = evaluator.task
     self.ledger = config.ledger()
     self.programs = frontier.ExecutableFrontier(self._task.target, config.frontier)
-    self.residuals = frontier.ResidualFrontier()
+    self.residuals = frontier.ResidualFrontier(self._task.margins)
+    self.scopes = scopes.Scopes(self._task.interface, self._task.margins)
     rank = self.programs.rank
     self.history = History(store, self._task, config.mark_every, rank)
     self._run = functools.partial(self.history.run, evaluator, self.ledger)
-    self._screen = Screen(proxy, config.screen, self.history.proxies)
+    self._ask_proxy = ask
     self._records: dict[str, Record] = {}
+    self._steps: dict[str, Step] = {}
+    self._resolved: dict[tuple[str, str, str], str] = {}
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
     self._registered: set[str] = set()
@@ -136,8 +143,7 @@ class Search:
     assert isinstance(ended, Outcome)
     if self._transfer is not None:
       self._transfer.begin(packet.hash, prepared, self.ledger, self.history)
-    self._screen.check(prepared, "", self.history.emit)
-    self._record(packet, prepared, ended, True)
+    self._record(packet, prepared, ended, is_accepted=True, label="the start")
     self.history.mark(self.ledger.spent, self._records.values())
 
   def round(self) -> None:
@@ -162,11 +168,14 @@ class Search:
     for attempt in attempts:
       # Retain by measured performance, unless unsafe; measure its residuals anew.
       record = self._retain(attempt)
+      self._adopt(attempt)
       # Resolve the residual and verify the required response.
       finding = self._resolve(attempt)
-      checks = resolution.verify(self._evaluator, self.history, attempt)
+      checks = resolution.verify(self._evaluator, self.history, attempt, finding)
       # Open the next intervention space: the responses that later programs owe.
       self._compile(attempt, record, finding, checks)
+    for residual in self.residuals.dropped(self.programs.records):
+      resolution.move(self.residuals, self.history, residual, "left", "")
     # A mark holds for all that had run by then, so it waits for the whole round.
     self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
@@ -193,8 +202,14 @@ class Search:
     executed = [record for record in self._records.values() if record.is_accepted]
     if self._config.parents == "initial":
       return executed[:1]
-    ordered = self.programs.parents(executed, self._config.seed, address)
+    holders = self.residuals.holders if self._asks else ()
+    ordered = self.programs.parents(executed, self._config.seed, address, holders)
     return ordered if self._config.revise_retired else self.residuals.unretired(ordered)
+
+  @property
+  def _asks(self) -> bool:
+    """Whether demands are told and checked, so that owed ones choose the parent."""
+    return self._config.evidence == "verdict" and self._config.checker != "none"
 
   def select(self, address: tuple[int, int], parent: Record) -> Selection:
     """Returns a parent with its actionable residuals and the responses it owes."""
@@ -231,20 +246,53 @@ class Search:
       compiles=self._config.compile_verdicts,
       restarts=self._config.parents == "initial",
       overspends=self.ledger.overspends,
+      checked=selection.due if self._asks else None,
+      focus=selection.focus,
+      scopes=self.scopes.known(),
+      lineage=self._lineage(),
+      budget=self.ledger.remaining(),
+      review=functools.partial(self._review, selection),
+      ask=functools.partial(self._asked, parent),
     )
 
-  # Freeze and execute.
+  def _lineage(self) -> tuple[Step, ...]:
+    """Returns the way from the initial program to the champion."""
+    way, program = [], self.programs.best.id
+    while program in self._steps and program not in {step.program for step in way}:
+      way.append(self._steps[program])
+      program = self._records[program].parent
+    return tuple(way[::-1])
 
-  def _freeze(self, selection: Selection, proposal: Proposal) -> Attempt | None:
-    """Registers and logs one packet; returns None when nothing is to run."""
+  def _asked(self, parent: Record, source: str, part: str) -> str:
+    if self._ask_proxy is None:
+      return "This task has no free proxy."
+    return self._ask_proxy.answer(source, parent.source, part)
+
+  def _review(self, selection: Selection, proposal: Proposal) -> str:
+    """Returns why a proposal would be refused before any call, or nothing."""
+    asked, open_ = proposal.residual, selection.residual(proposal)
+    if self._config.policy != "none" and asked is not None and open_ is None:
+      names = sorted(
+        {d.residual.observable for d in selection.demands if not d.forbids}
+        | {r.observable for r in selection.residuals}
+      )
+      return (
+        f"residual: {asked} is no open question of this parent; ask about "
+        f"{', '.join(names) or 'none'}, or set it to null."
+      )
     prepared = self._evaluator.prepare(proposal.source)
-    told = (proposal, prepared.id, selection.parent)
-    refuse = lambda status, detail: self.history.refuse(*told, status, detail)
+    refusal, _ = self._registered_as(selection, proposal, prepared)
+    return "" if refusal is None else f"{refusal[0]}: {refusal[1]}"
+
+  def _registered_as(
+    self, selection: Selection, proposal: Proposal, prepared: Prepared
+  ) -> tuple[tuple[str, str] | None, Attempt | None]:
+    """Returns a status and why a proposal is refused, or the packet that it becomes."""
     known = (self._evaluator, self._records.values(), self._config.checker)
     if why := registration.unfit(selection, prepared, *known):
-      return refuse(*why)
-    if why := self._screen.check(prepared, selection.parent.id, self.history.emit):
-      return refuse("screened", why)
+      return why, None
+    if why := self._answered_before(selection, proposal, prepared):
+      return ("resolved", why), None
     try:
       attempt = registration.freeze(
         selection,
@@ -254,12 +302,42 @@ class Search:
         evaluator=self._evaluator,
         ledger=self.ledger,
       )
-    except ValueError as error:
-      return refuse("indistinguishable", str(error))
+    except registration.RefusedQuestionError as error:
+      return ("question", str(error)), None
     packet = attempt.packet
     is_old = all(self.ledger.ran(c.exec_id) for c in packet.conditions)
     if is_old or packet.hash in self._registered:
-      return refuse("duplicate", "everything in it ran before")
+      return ("duplicate", "everything in it ran before"), None
+    return None, attempt
+
+  def _answered_before(
+    self, selection: Selection, proposal: Proposal, prepared: Prepared
+  ) -> str:
+    """Returns the verdict of the same question, if one resolved it."""
+    if (residual := selection.residual(proposal)) is None or prepared.call is None:
+      return ""
+    own = self._evaluator.condition("", "", prepared.call).exec_id
+    found = self._resolved.get((own, selection.parent.exec_id, residual.observable))
+    if found is None:
+      return ""
+    return (
+      f"the same edit of this parent was asked about {residual.observable} and found "
+      f"{found}; ask about something else, or change the edit"
+    )
+
+  # Freeze and execute.
+
+  def _freeze(self, selection: Selection, proposal: Proposal) -> Attempt | None:
+    """Registers and logs one packet; returns None when nothing is to run."""
+    prepared = self._evaluator.prepare(proposal.source)
+    told = (proposal, prepared.id, selection.parent)
+    if proposal.unusable:
+      return self.history.refuse(*told, "unusable", proposal.unusable)
+    refusal, attempt = self._registered_as(selection, proposal, prepared)
+    if attempt is None:
+      assert refusal is not None
+      return self.history.refuse(*told, *refusal)
+    packet = attempt.packet
     self._registered.add(packet.hash)
     self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
@@ -270,7 +348,7 @@ class Search:
     return attempt
 
   def _execute(self, attempts: list[Attempt]) -> None:
-    """Runs all primaries; where they succeed, other texts, then other conditions."""
+    """Runs all primaries; where they succeed, the other conditions in two stages."""
     self._run_conditions(attempts, "primary")
     alive = [a for a in attempts if a.outcome.status == Status.OK]
     for stage in registration.LATER:
@@ -278,10 +356,6 @@ class Search:
         for attempt in alive:
           resolution.skip_pointless(self._task, self.history, attempt)
       self._run_conditions(alive, stage)
-      if self._config.shuffled_verdicts and stage == "test":
-        resolution.shuffle_tests(alive, self.history, self._config.seed)
-    for attempt in alive:
-      self.programs.test(attempt.tested)
 
   def _run_conditions(self, attempts: list[Attempt], stage: registration.Stage) -> None:
     pairs = [(a, c) for a in attempts for c in a.conditions(stage)]
@@ -298,16 +372,99 @@ class Search:
         "rejected", program=attempt.packet.program, packet=attempt.packet.hash
       )
       return None
-    is_accepted = True
-    if self._transfer is not None:
-      attempt.transfers = self._transfer.judge(attempt, self.ledger, self.history)
-      is_accepted = attempt.transfers is True
-    return self._record(attempt.packet, attempt.prepared, attempt.outcome, is_accepted)
+    attempt.transfers = self._judged(attempt.packet, attempt.prepared, attempt.outcome)
+    is_accepted = self._transfer is None or attempt.transfers is True
+    parent = attempt.parent
+    self.scopes.learn(
+      attempt.prepared.full_call,
+      attempt.outcome.values,
+      parent.full_call,
+      parent.values,
+    )
+    return self._record(
+      attempt.packet,
+      attempt.prepared,
+      attempt.outcome,
+      is_accepted=is_accepted,
+      label=attempt.proposal.label,
+    )
+
+  def _judged(
+    self, packet: Packet, prepared: Prepared, outcome: Outcome
+  ) -> bool | None:
+    """Returns whether a gain holds on the transfer model; None if none was asked."""
+    if self._transfer is None:
+      return None
+    before = self._records[packet.parent].values[self._task.target]
+    change = {self._task.target: outcome.values[self._task.target] - before}
+    is_gain = self.history.improves(change)
+    return self._transfer.judge(packet, prepared, is_gain, self.ledger, self.history)
+
+  def _adopt(self, attempt: Attempt) -> None:
+    """Offers controls and probes that are whole programs and do better as candidates.
+
+    They were paid for, and retention is by performance alone.
+    """
+    target, known = self._task.target, {r.exec_id for r in self._records.values()}
+    for condition in attempt.packet.conditions[1:]:
+      outcome = attempt.outcomes.get(condition.name)
+      if condition.call.intervention or outcome is None or outcome.status != Status.OK:
+        continue
+      values, call = outcome.values, condition.call
+      self.scopes.learn(call, values, attempt.parent.full_call, attempt.parent.values)
+      self.scopes.learn(
+        call, values, attempt.prepared.full_call, attempt.outcome.values
+      )
+      is_better = values[target] < attempt.parent.values[target]
+      if not is_better or condition.exec_id in known or not attempt.is_safe:
+        continue
+      if not (source := self._source_of(attempt, condition)):
+        continue
+      prepared = self._evaluator.prepare(source)
+      transfers = self._judged(attempt.packet, prepared, outcome)
+      is_accepted = self._transfer is None or transfers is True
+      label = f"{attempt.proposal.label}, as in {condition.name}"
+      self._record(
+        attempt.packet,
+        prepared,
+        outcome,
+        is_accepted=is_accepted,
+        label=label,
+        condition=condition,
+      )
+
+  def _source_of(self, attempt: Attempt, condition: Condition) -> str:
+    """Returns the source of a condition that is a program, or nothing."""
+    if condition.name in attempt.sources:
+      return attempt.sources[condition.name]
+    for demand in attempt.demands:
+      if condition.name == registration.probe_name(demand) and not demand.forbids:
+        own, parent = attempt.prepared, attempt.parent
+        parts = registration.answering(
+          demand,
+          attempt.packet.declared,
+          own.full_call,
+          parent.full_call,
+          self._evaluator,
+        )
+        return registration.grafted(
+          own.source, parent.source, parts, condition.call, self._evaluator
+        )
+    return ""
 
   def _record(
-    self, packet: Packet, prepared: Prepared, outcome: Outcome, is_accepted: bool
+    self,
+    packet: Packet,
+    prepared: Prepared,
+    outcome: Outcome,
+    *,
+    is_accepted: bool,
+    label: str,
+    condition: Condition | None = None,
   ) -> Record:
-    call, exec_id = prepared.full_call, packet.conditions[0].exec_id
+    """Records a program that ran, as the primary run or as another condition."""
+    call = prepared.full_call
+    exec_id = (condition or packet.conditions[0]).exec_id
     record = Record(
       id=prepared.id,
       source=prepared.source,
@@ -319,6 +476,7 @@ class Search:
       values=outcome.values,
       outputs=outcome.outputs,
       is_accepted=is_accepted,
+      parts=outcome.parts,
     )
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
@@ -327,9 +485,9 @@ class Search:
     if is_accepted and not known.is_accepted:
       # The step from this parent improved both models, that from another did not.
       self._records[record.id] = record
-    self._screen.executed(record.id)
-    opened = self.residuals.open(self._task.residuals(record.id, record.values))
-    if self.programs.best.id != before:
+    self._remember_step(record, label)
+    opened = self._measure_residuals(record)
+    if before and self.programs.best.id != before:
       self._improved = len(self.history.experiments) + 1
     self.history.emit(
       "program",
@@ -340,8 +498,35 @@ class Search:
       champion=self.programs.best.id,
       value=record.values[self._task.target],
       residuals=[dataclasses.asdict(r) for r in opened],
+      **({"origin": condition.name, "packet": packet.hash} if condition else {}),
     )
+    self._close_residuals(packet, record)
     return record
+
+  def _remember_step(self, record: Record, label: str) -> None:
+    parent = self._records.get(record.parent)
+    changed = ()
+    if parent is not None:
+      calls = (record.full_call, parent.full_call)
+      changed = scopes.changed(self._task.interface, *calls)
+    value = record.values[self._task.target]
+    self._steps.setdefault(record.id, Step(record.id, label, value, changed))
+
+  def _measure_residuals(self, record: Record) -> list[Residual]:
+    """Opens the questions of a retained program, with the parts known to move them."""
+    if not self.programs.holds(record.id):
+      return []
+    measured = self._task.residuals(record.id, record.values)
+    return self.residuals.open(
+      dataclasses.replace(r, computation=self.scopes.of(r.observable)) for r in measured
+    )
+
+  def _close_residuals(self, packet: Packet, record: Record) -> None:
+    """Closes what this program shows to be answered, and what no program asks more."""
+    if self.programs.holds(record.id):
+      measured = self._task.residuals(record.id, record.values)
+      for residual in self.residuals.closed_by(record, measured):
+        resolution.move(self.residuals, self.history, residual, "measured", packet.hash)
 
   def _resolve(self, attempt: Attempt) -> verdict.Finding | None:
     """Returns the packet's finding; None if it has no question."""
@@ -351,6 +536,10 @@ class Search:
     seen = resolution.observed(self._task, attempt)
     finding = resolution.resolve(self._task, attempt, seen)
     self._findings.append(finding)
+    self.residuals.ask(packet.residual)
+    if finding.verdict != verdict.Verdict.UNRESOLVED:
+      steps = (packet.conditions[0].exec_id, attempt.parent.exec_id)
+      self._resolved[(*steps, packet.residual.observable)] = str(finding.verdict)
     if self._config.shuffled_verdicts:
       where = (self._config.seed, len(self._findings), "shuffled")
       finding = identity.pick(self._findings, *where)
@@ -370,7 +559,7 @@ class Search:
     attempt: Attempt,
     record: Record | None,
     finding: verdict.Finding | None,
-    checks: dict[str, bool],
+    checks: dict[str, Check],
   ) -> None:
     """Settles the answered demands; turns the verdict into new ones."""
     is_retained = record is not None and self.programs.holds(record.id)
@@ -380,7 +569,7 @@ class Search:
         self.history,
         attempt,
         demand,
-        is_met=checks[demand.packet],
+        is_met=checks[demand.packet].implemented,
         is_retained=is_retained,
       )
     if finding is not None:
@@ -389,6 +578,7 @@ class Search:
         self.history,
         attempt,
         finding,
+        task=self._task,
         is_retained=is_retained,
         compiles=self._config.compile_verdicts,
       )

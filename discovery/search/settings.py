@@ -28,14 +28,11 @@ class SearchConfig:
     sequential: Whether to skip registered controls that separate no two explanations
       left by the primary run. The paper runs them all.
     parents: `frontier`, or `initial`: every proposal revises the initial program.
-    shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far, and
-      likewise what a control shows on another text, which decides what a gain counts.
+    shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
     allocation: Calls for each of `ledger.KINDS`, or None: any kind may use the budget.
     corruption: Placebo: rate at which predicted symbols are redrawn.
     revise_retired: Whether a program whose own change a verdict retired is revised
       further, or only what it came from. Such a revision must take the change back.
-    screen: Largest proxy, relative to the parent's, that is worth a call; None measures
-      none.
     start: Source of the initial program; the task's default program if empty.
     max_tokens: Of the proposer, in and out, after which nothing more is asked; or None.
     max_cost: The same in dollars.
@@ -58,7 +55,6 @@ class SearchConfig:
   allocation: Mapping[str, int] | None = None
   corruption: float = 0.0
   revise_retired: bool = True
-  screen: float | None = None
   start: str = ""
   max_tokens: int | None = None
   max_cost: float | None = None
@@ -80,6 +76,6 @@ class SearchConfig:
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form, without what is not set."""
-    optional = ("max_tokens", "max_cost", "screen", "start", "revise_retired")
+    optional = ("max_tokens", "max_cost", "start", "revise_retired")
     unset = {n for n in optional if getattr(self, n) == getattr(SearchConfig, n)}
     return {k: v for k, v in dataclasses.asdict(self).items() if k not in unset}

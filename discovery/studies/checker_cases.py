@@ -139,12 +139,13 @@ def _judge(evaluator: CachedEvaluator, case: Case, parent: Prepared) -> dict[str
     raise ValueError(f"cases: {case.name} does not run: {prepared.detail}")
   assert parent.admitted is not None
   mine, before = prepared.full_call, parent.full_call
+  margins = evaluator.task.margins
   back = checkers.reverted(mine, before, case.computation)
   outcome, without = evaluator.measure(mine, back)
   checks = (
     checkers.by_source(prepared.admitted, parent.admitted, case.computation),
     checkers.by_lowering(mine, before, case.computation),
-    checkers.by_probe(outcome, without, case.computation),
+    checkers.by_probe(outcome, without.values, [*margins], margins),
     checkers.by_layer_output(outcome, without),
   )
   return {

@@ -12,7 +12,6 @@ from mxjax.discovery.core.task import Call, Task
 from mxjax.discovery.core.verdict import FORBIDDING
 from mxjax.discovery.search import heldout
 from mxjax.discovery.search.resolution import holders_of
-from mxjax.discovery.tasks.noisy_world import NoisyWorld
 from mxjax.discovery.tasks.world import World
 
 Event = Mapping[str, Any]
@@ -57,7 +56,7 @@ def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
     "checked": len(checks),
     "implemented": sum(bool(e["implemented"]) for e in checks),
     "against_truth": _against_truth(events, task.focal_is_true)
-    if isinstance(task, World | NoisyWorld)
+    if isinstance(task, World)
     else {},
     "log_sha256": hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest(),
   }

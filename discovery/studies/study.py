@@ -46,7 +46,7 @@ class StudyOptions:
     is_allocated: Whether the calls of each kind are those of the paper's arm.
     is_sequential: Whether every arm skips controls that no longer tell anything apart
       and repeats executions for free; the paper charges both.
-    config: Fields of `SearchConfig` that all arms share, such as `screen` and `start`.
+    config: Fields of `SearchConfig` that all arms share, such as `start`.
     expects: What the comparison is expected to show, in the words of its plan.
     sandbox: See `RunOptions`.
     proposer: See `RunOptions`.
@@ -211,19 +211,12 @@ class Folder:
       runs.write_options(folder, options)
     if not runs.is_closed(folder):
       executors = [self.executor(each) for each in task_.with_transfer(task)]
-      store, screening = Store(folder), self._screening(options, task)
-      runs.make_search(options, task, executors, store, self._archive, screening).run()
+      store = Store(folder)
+      runs.make_search(options, task, executors, store, self._archive).run()
     hidden = task.holdout()
     if hidden is not None:
       heldout.score_closed(folder, hidden, self.executor(hidden), self._archive)
     return run_summary.summarize(folder, task)
-
-  def _screening(
-    self, options: runs.RunOptions, task: task_.Task
-  ) -> JailedExecutor | LocalExecutor | None:
-    if options.search.screen is not None:
-      return self.executor(runs.proxy_of(task))
-    return None
 
   def landmarks(self, seed: int) -> dict[str, float]:
     """Returns held-out targets: the initial program, the ideal and the gates.
@@ -257,7 +250,6 @@ class Folder:
       task,
       [self.executor(each) for each in task_.with_transfer(task)],
       self.evaluator(task, "replay"),
-      self._screening(options, task),
     )
     return [dataclasses.asdict(transition) for transition in transitions]
 

@@ -77,16 +77,14 @@ def replay(
   task: Task,
   executors: Sequence[Executor],
   evaluator: CachedEvaluator,
-  screening: Executor | None = None,
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.
 
-  The run folder stays unchanged; `options` and `task` are those of the run, and
-  `screening` executes the task's proxy if the run has a screen. The transitions are in
-  the order of evaluator calls.
+  The run folder stays unchanged; `options` and `task` are those of the run. The
+  transitions are in the order of evaluator calls.
   """
   store = Store(folder)
-  search = runs.make_search(options, task, executors, store, screening=screening)
+  search = runs.make_search(options, task, executors, store)
   events: list[dict[str, Any]] = []
   search.history.on_event = events.append
   proposer = runs.make_proposer(options, task)
@@ -160,23 +158,27 @@ def _successor(
   if prepared.call is None:
     return Successor(proposal.label, str(prepared.status))
   own, parent = prepared.full_call, context.parent
-  call = registration.probed(demand, own, parent.full_call)
+  parts = registration.answering(
+    demand, proposal.declared, own, parent.full_call, evaluator
+  )
+  call = registration.probed(demand, own, parent.full_call, parts)
   mine, without = evaluator.measure(prepared.call, call)
   repeats = any(
     e.verdict in REFUTED and id_of(e.label) == id_of(proposal.label)
     for e in context.history
   )
   is_out = demand.forbids and registration.carries(evaluator, own, demand.before)
-  probe = checkers.by_probe(mine, without, demand.computation)
   if mine.status != Status.OK:
     return Successor(proposal.label, str(mine.status), repeats=repeats)
-  target = evaluator.task.target
+  target, margins = evaluator.task.target, evaluator.task.margins
+  about = [*margins] if demand.forbids else demand.about
+  probe = checkers.by_probe(mine, without.values, about, margins)
   change = mine.values[target] - parent.values[target]
   return Successor(
     label=proposal.label,
     status=str(mine.status),
     change=change,
-    improves=bool(change < -evaluator.task.margins[target]),
-    implemented=is_out or probe.implemented,
+    improves=bool(change < -margins[target]),
+    implemented=is_out or bool(probe.implemented),
     repeats=repeats,
   )

@@ -3,19 +3,24 @@
 `initial.py` is the program that the search starts from: imports and pure functions.
 `evaluate.py` says which of them may change, and scores a program:
 
+  DESCRIPTION = "Rows of 16 samples with noise; what is fixed and what may change."
   HOOKS = {"clean": {"arguments": {"x": ("float32", (16,))},
-                     "outputs": [("float32", (16,))], "batched": ["x"]}}
+                     "outputs": [("float32", (16,))], "batched": ["x"],
+                     "doc": "One row, cleaned."}}
   MARGINS = {"loss": 0.001}        # changes that count; the first is minimized
+  OBSERVABLES = {"loss": "mean squared error, in squared units of a sample"}
 
   def evaluate(hooks, held_out=False):
     return {"loss": float(...)}    # hooks.clean maps rows [n, 16] to [n, 16]
 
-It may also define `RESIDUALS`, which maps an observable to the value above which it is
-an open question, followed by the hooks and plan keys that it is about; `PLAN`, which
-maps a key to the values that programs may give it and which `evaluate` gets as `plan`;
-and `EDITS`, a list of `EditTemplate`, without which the embedded proposer has nothing
-to propose. A program is traced in the jail like any other; `evaluate.py` is the user's
-own and runs in the run worker.
+`DESCRIPTION`, `OBSERVABLES` and the `doc` of each hook are what a language model or a
+person is told; the embedded proposer needs none of them. It may also define
+`RESIDUALS`, which maps an observable to the value above which it is an open question;
+`PLAN`, which maps a key to the values that programs may give it and which `evaluate`
+gets as `plan`, and `PLAN_DOCS`, what each key decides; and `EDITS`, a list of
+`EditTemplate`, without which the embedded proposer has nothing to propose. A program is
+traced in the jail like any other; `evaluate.py` is the user's own and runs in the run
+worker.
 """
 
 import ast
@@ -28,15 +33,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.interface import Aval, Hook, Interface, Tree
+from mxjax.discovery.core.interventions import Interventions
 from mxjax.discovery.core.residual import Residual
-from mxjax.discovery.core.task import Artifacts, Call, ContractError
+from mxjax.discovery.core.task import Artifacts, Call, ContractError, Defaults
 
 INITIAL, EVALUATE = "initial.py", "evaluate.py"
-REVERT = "revert"
 
 
 def is_folder(path: str) -> bool:
@@ -47,8 +53,19 @@ def is_folder(path: str) -> bool:
 
 def _tree(value: Any) -> Tree:
   if isinstance(value, Mapping):
-    return {name: Aval(dtype, tuple(shape)) for name, (dtype, shape) in value.items()}
-  dtype, shape = value
+    return {name: _aval(*each) for name, each in value.items()}
+  return _aval(*value)
+
+
+def _aval(dtype: str, shape: Sequence[int]) -> Aval:
+  """Returns a declared array.
+
+  Raises:
+    ValueError: There are no arrays of that dtype or shape.
+  """
+  np.dtype(dtype)
+  if not all(type(size) is int and size > 0 for size in shape):
+    raise ValueError(f"expected a shape of positive integers, got {shape!r}")
   return Aval(dtype, tuple(shape))
 
 
@@ -68,13 +85,12 @@ def _split(source: str, names: Sequence[str], path: pathlib.Path) -> tuple[str, 
   return "\n".join(rest) + "\n", hooks
 
 
-class TwoFiles:
+class TwoFiles(Defaults):
   """A `Task` from a folder; see the module."""
 
   phases: Sequence[str] = ("evaluate",)
-  interventions: Mapping[str, str] = {
-    REVERT: "{hook}: one hook of the edit stays the parent's; needs `parent: true`"
-  }
+  interventions: Interventions = {}
+  """None of its own: the control `program` takes one hook of an edit back."""
 
   def __init__(self, folder: str, held_out: bool = False) -> None:
     """Reads both files; `held_out` is passed to `evaluate`.
@@ -93,9 +109,16 @@ class TwoFiles:
     self.module = self._load()
     self.spec = {"task": str(self.folder), **({"held_out": True} if held_out else {})}
     self.margins: Mapping[str, float] = self._need("MARGINS", Mapping)
+    if wrong := [k for k, v in self.margins.items() if not identity.finite(v) or v < 0]:
+      raise ValueError(
+        f"{self.folder / EVALUATE}: expected finite margins of at least 0, got "
+        f"{[(k, self.margins[k]) for k in wrong]}; mend MARGINS."
+      )
     self.target = next(iter(self.margins))
     self.edit_templates: Sequence[EditTemplate] = getattr(self.module, "EDITS", ())
     self.interface = self._interface(self._need("HOOKS", Mapping))
+    self.description = str(getattr(self.module, "DESCRIPTION", ""))
+    self.observables = dict(getattr(self.module, "OBSERVABLES", {}))
     self.regimes = {"Program": self.interface.names}
     evaluate: Callable[..., Any] = self._need("evaluate", types.FunctionType)
     self._accepts = set(inspect.signature(evaluate).parameters)
@@ -105,7 +128,13 @@ class TwoFiles:
     spec = importlib.util.spec_from_file_location(f"_task_{path.parent.name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+      spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+      raise ValueError(
+        f"{path}: expected a module that can be imported, got "
+        f"{type(error).__name__}: {error}; mend it."
+      ) from error
     return module
 
   def _need(self, name: str, kind: Any) -> Any:
@@ -124,7 +153,7 @@ class TwoFiles:
     for name, what in hooks.items():
       try:
         arguments = {key: _tree(value) for key, value in what["arguments"].items()}
-        outputs = tuple(Aval(dtype, tuple(shape)) for dtype, shape in what["outputs"])
+        outputs = tuple(_aval(dtype, shape) for dtype, shape in what["outputs"])
       except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
           f"{self.folder / EVALUATE}: HOOKS[{name!r}] needs arguments, a dict of "
@@ -135,12 +164,19 @@ class TwoFiles:
       made.append(Hook(name=name, batched=batched, doc=what.get("doc", ""), **hook))
     plan = {key: tuple(value) for key, value in self._plan.items()}
     return Interface(
-      hooks=tuple(made), plan=plan or {"unused": (False,)}, header=header
+      hooks=tuple(made),
+      plan=plan or {"unused": (False,)},
+      plan_docs=self._plan_docs if plan else {"unused": "nothing"},
+      header=header,
     )
 
   @property
   def _plan(self) -> Mapping[str, Sequence[Any]]:
     return getattr(self.module, "PLAN", {})
+
+  @property
+  def _plan_docs(self) -> Mapping[str, str]:
+    return getattr(self.module, "PLAN_DOCS", {})
 
   @functools.cached_property
   def contract(self) -> Mapping[str, Any]:
@@ -170,10 +206,10 @@ class TwoFiles:
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Returns the observables above their value in `RESIDUALS`."""
-    default = {self.target: (self.ideal(), *self.interface.names)}
+    limits = getattr(self.module, "RESIDUALS", {self.target: self.ideal()})
     return [
-      Residual(program, name, values[name], limit, tuple(hooks))
-      for name, (limit, *hooks) in getattr(self.module, "RESIDUALS", default).items()
+      Residual(program, name, values[name], limit)
+      for name, limit in limits.items()
       if values[name] > limit
     ]
 
@@ -183,11 +219,8 @@ class TwoFiles:
     """Runs `evaluate` on the hooks of a call; see `Session.run`."""
     del before
     computation = dict(call.computation)
-    if change := dict(call.intervention):
-      hook, parent = change.get("hook"), change.get("parent")
-      if change.get("kind") != REVERT or hook not in computation or not parent:
-        raise ContractError(f"two files: unknown {change}; use {self.interventions}.")
-      computation[hook] = parent["computation"][hook]
+    if call.intervention:
+      raise ContractError(f"two files: unknown control {dict(call.intervention)}.")
     get = lambda hook: artifacts.batched if hook.batched else artifacts.unit
     hooks = types.SimpleNamespace(
       **{

@@ -4,22 +4,33 @@ It has six sites and six operations. The seed decides what each operation is at 
 site: a mechanism that lowers the residual of the site and with it the loss, a mediator
 that moves only the residual, capacity (any edit of that size gains, whatever it does),
 inert, or harmful. A mechanism depends on the previous one, so the worthwhile edits
-change as the program does. Verdicts, explanations and checkers can be judged against
-the truth, and a whole run takes seconds.
+change as the program does. With luck, some operations act like a mechanism on the
+visible draw of the noise and do nothing on any other. Verdicts, explanations and
+checkers can be judged against the truth, and a whole run takes seconds.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+import jax
 import numpy as np
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.edit_templates import EditTemplate, id_of
-from mxjax.discovery.core.residual import Control, Explanation, Predicted
-from mxjax.discovery.core.task import Artifacts, Call
-from mxjax.discovery.tasks.synthetic import Synthetic, margins, site_interface
+from mxjax.discovery.core.interface import Aval, Hook, Interface
+from mxjax.discovery.core.interventions import Intervention, Interventions, Value
+from mxjax.discovery.core.residual import (
+  Control,
+  Explanation,
+  Predicted,
+  Residual,
+  Rival,
+)
+from mxjax.discovery.core.task import Artifacts, Call, ContractError, Defaults
 
+WIDTH, ROWS, LAYERS = 8, 16, 4
 SITES = ("geometry", "balance", "weights", "activations", "attention", "mlp")
 OPERATIONS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
   "shift": ("jnp.roll(x, 1)", lambda x: np.roll(x, 1, -1)),
@@ -39,41 +50,119 @@ OPERATIONS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 FULL = 0.5
 """Amplitude at which an operation has its full effect."""
 AMPLITUDES = (0.25, 0.5, 1.0, -0.5)
+MARGIN, CHAOS = 0.004, 0.001
+"""The margin of the loss is four times the chaos."""
+THRESHOLD = 0.5
+"""Excess of a site above which it is an open question."""
+UNREAD = 0.1
+"""Probability that a layer does not read a site."""
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": ("geometry", "balance"),
   "Discrete realization": ("weights", "activations"),
   "Structural recovery": ("attention", "mlp"),
 }
-LAYERS = 4
-UNREAD = 0.1
-"""Probability that a layer does not read a site."""
-INTERFACE = site_interface(SITES, {"remeasure": (False, True)})
+
+
+def _hook(site: str) -> Hook:
+  row = Aval("float32", (WIDTH,))
+  return Hook(
+    name=site,
+    arguments={"x": row},
+    outputs=(row,),
+    batched=("x",),
+    default=f"def {site}(x):\n  return x\n",
+    doc=f"What is done at the site {site} to a row of {WIDTH} numbers; the default "
+    "does nothing. What it adds to x is decomposed into the six operations.",
+  )
+
+
+INTERFACE = Interface(
+  hooks=tuple(map(_hook, SITES)),
+  plan={"remeasure": (False, True)},
+  plan_docs={"remeasure": "whether every site is measured again after the one before"},
+)
 """One hook per site, on rows of eight numbers."""
+_SITE = Value(doc="the site whose edit is changed", one_of=SITES)
+_example = lambda kind, **more: {"kind": kind, "site": SITES[0], **more}
 
 
-class World(Synthetic):
+INTERVENTIONS: Interventions = {
+  "permute": Intervention(
+    doc="the edit's size at the site, carried by an operation that does nothing",
+    example=_example("permute"),
+    values={"site": _SITE},
+    of_parent=True,
+  ),
+  "elsewhere": Intervention(
+    doc="the edit done where no site reads it",
+    example=_example("elsewhere"),
+    values={"site": _SITE},
+    of_parent=True,
+  ),
+  "dose": Intervention(
+    doc="the edit of the site scaled",
+    example=_example("dose", factor=0.5),
+    values={"site": _SITE, "factor": Value(doc="its scale", bounds=(-4.0, 4.0))},
+    of_parent=True,
+  ),
+  "redraw": Intervention(
+    doc="the edit's effect under another draw of the evaluator's noise",
+    example=_example("redraw"),
+    values={"site": _SITE},
+  ),
+}
+
+
+class World(Defaults):
   """A synthetic landscape; see `mxjax.discovery.core.task.Task`.
 
   `truth` holds the kind of each operation, by site and operation.
   """
 
-  name, sites, rows, threshold = "world", SITES, 16, 0.5
+  name, target = "world", "loss"
+  phases: Sequence[str] = ("measure",)
   interface = INTERFACE
   regimes = REGIMES
-  margins: Mapping[str, float] = margins(SITES)
-  interventions: Mapping[str, str] = {
-    "permute": "{site}: the edit's size at the site, with what it does permuted",
-    "elsewhere": "{site}: the edit done where no site reads it",
-    "dose": "{site}, {factor}: the edit scaled",
+  margins: Mapping[str, float] = {
+    "loss": MARGIN,
+    **{f"excess_{site}": 0.02 for site in SITES},
+  }
+  description = (
+    "A synthetic landscape with a known truth that is hidden from you. Six sites, one "
+    "hook each, act on rows of eight float32 numbers; what a hook adds to x is "
+    "decomposed, by least squares, into six operations: "
+    + "; ".join(f"{name} = {source}" for name, (source, _) in OPERATIONS.items())
+    + f". An operation has its full effect at amplitude {FULL}, as in `return x + "
+    f"{FULL} * jnp.roll(x, 1)`; far larger ones cost loss. At each site each operation "
+    "is one of: mechanism (lowers the site's excess and the loss), mediator (lowers "
+    "the excess alone), inert, harmful; at some sites any edit of a size gains. Sites "
+    "depend on each other in an order you are not told: a gain is larger once the site "
+    "before it works, and the excess of a site rises when that one does."
+  )
+  observables: Mapping[str, str] = {
+    "loss": "the target, without unit; the start has about 3, and chaos of "
+    f"{CHAOS} is in every reading",
+    **{
+      f"excess_{site}": f"what is left to gain at the site {site}, from 0 to .9"
+      for site in SITES
+    },
+    "layer_N": "size of the output of layer N, a weighted sum of the sizes of edits",
   }
 
-  def __init__(self, seed: int = 0, transfer: int = 0) -> None:
+  def __init__(self, seed: int = 0, transfer: int = 0, luck: float = 0.0) -> None:
     """Draws a world.
 
     `seed` decides the truth; `transfer` decides only the sizes of effects and noise.
-    The held-out world has the truth of the visible one with other magnitudes.
+    `luck` is the share of inert operations that gain on the visible draw of the noise
+    alone. The held-out world has the truth of the visible one with other magnitudes.
     """
-    super().__init__(seed, transfer)
+    self._seed, self._transfer, self._luck = seed, transfer, luck
+    self.interventions = {
+      kind: each for kind, each in INTERVENTIONS.items() if luck or kind != "redraw"
+    }
+    generator = np.random.default_rng(1234)
+    self._inputs = generator.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    self._known: dict[str, tuple[np.ndarray, str]] = {}
     basis = [apply(self._inputs).ravel() for _, apply in OPERATIONS.values()]
     self._solve = np.linalg.pinv(np.stack(basis, 1).astype(np.float64))
     self.truth = {site: self._site_truth(site) for site in SITES}
@@ -85,25 +174,100 @@ class World(Synthetic):
     kinds = ["mechanism", "mediator", "inert", "inert", "inert", "harmful"]
     if is_capacity:
       kinds = ["capacity"] * 3 + ["mediator", "inert_capacity", "harmful"]
-    return dict(
-      zip(OPERATIONS, identity.shuffled(kinds, self._seed, site, "kinds"), strict=True)
-    )
+    drawn = identity.shuffled(kinds, self._seed, site, "kinds")
+    truth = dict(zip(OPERATIONS, drawn, strict=True))
+    # One inert operation stays so: the control `permute` carries an edit's size by it.
+    inert = [operation for operation, kind in truth.items() if kind == "inert"][1:]
+    for operation in inert:
+      if identity.draw(self._seed, site, operation, "luck") < self._luck:
+        truth[operation] = "lucky"
+    return truth
+
+  @property
+  def spec(self) -> Mapping[str, Any]:
+    """See `Task`."""
+    spec = {"task": self.name, "seed": self._seed, "transfer": self._transfer}
+    return {**spec, "luck": self._luck} if self._luck else spec
 
   @property
   def contract(self) -> Mapping[str, Any]:
     """Digest of the truth, which stands for weights, tokens and evaluator."""
     return {"world": identity.digest([self.truth, self.prerequisite, self._transfer])}
 
-  def _amounts(self, change: np.ndarray) -> np.ndarray:
-    """Returns the amplitude of each operation in a change."""
-    return self._solve @ change.ravel()
+  def readable(self, phase: str) -> Sequence[str]:
+    """Returns no files."""
+    del phase
+    return ()
 
-  def _values(
-    self, done: dict[str, np.ndarray], call: Call, artifacts: Artifacts
-  ) -> dict[str, float]:
-    amplitudes = self._intervened(done, call.intervention, artifacts)
-    values = self._landscape(amplitudes, bool(call.plan["remeasure"]))
-    return values | self._layers(amplitudes)
+  def open(self, phase: str) -> Self:
+    """Returns the world, which is its own session."""
+    del phase
+    return self
+
+  def holdout(self) -> Self:
+    """Returns the same truth with other magnitudes and another draw of the noise."""
+    return type(self)(self._seed, self._transfer + 1, self._luck)
+
+  def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
+    """Returns the sites whose excess is above the threshold."""
+    return [
+      Residual(program, name, values[name], THRESHOLD)
+      for site in SITES
+      if values[name := f"excess_{site}"] > THRESHOLD
+    ]
+
+  def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
+    """Refuses a control of a site that the edit leaves as it was."""
+    site = intervention["site"]
+    if own.part([site]) != parent.part([site]):
+      return ""
+    return f"{intervention['kind']}: the edit changes nothing at {site}"
+
+  def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
+    """Returns size and luck as accounts of a gain, for an edit of one site."""
+    sites = [site for site in SITES if own.part([site]) != parent.part([site])]
+    if len(sites) != 1:
+      return ()
+    at = {"site": sites[0]}
+    told = "any edit of this size at the site gains, whatever it does"
+    found = [Rival("any edit of this size", told, {"kind": "permute", **at})]
+    if self._luck:
+      told = "the edit gains on this draw of the noise alone"
+      change = {"kind": "redraw", **at}
+      found.append(Rival("luck of the draw", told, change, keeps=False))
+    return found
+
+  def run(
+    self, call: Call, artifacts: Artifacts, before: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Runs every site's hook on the fixed rows and evaluates the landscape."""
+    del before
+    done, outputs = {}, {}
+    for site in SITES:
+      done[site], outputs[site] = self._behaviour(call.computation[site], artifacts)
+    redrawn = ""
+    if call.intervention.get("kind") == "redraw":
+      redrawn = call.intervention["site"]
+    elif call.intervention:
+      done = self._intervened(done, call.intervention, artifacts)
+    values = self._landscape(done, bool(call.plan["remeasure"]), redrawn)
+    values |= self._layers(done)
+    noise = identity.draw(self._seed, self._transfer, sorted(outputs.items()), "chaos")
+    values["loss"] += CHAOS * (2 * noise - 1)
+    return {"values": values, "outputs": outputs}, b""
+
+  def _behaviour(
+    self, computation: str, artifacts: Artifacts
+  ) -> tuple[np.ndarray, str]:
+    """Returns the amplitudes of a hook's operations, and a digest of its result."""
+    if computation not in self._known:
+      result = np.asarray(jax.jit(artifacts.batched(computation))(self._inputs)[0])
+      if not np.isfinite(result).all():
+        raise FloatingPointError("world: a hook returned NaN or inf.")
+      change = (result - self._inputs).astype(np.float64)
+      shown = hashlib.sha256(result.tobytes()).hexdigest()[:16]
+      self._known[computation] = self._solve @ change.ravel(), shown
+    return self._known[computation]
 
   def _intervened(
     self,
@@ -112,8 +276,6 @@ class World(Synthetic):
     artifacts: Artifacts,
   ) -> dict[str, np.ndarray]:
     """Returns the amplitudes under a control, which acts on the change by the edit."""
-    if not intervention:
-      return amplitudes
     kind, site = intervention["kind"], intervention["site"]
     before, _ = self._behaviour(intervention["parent"]["computation"][site], artifacts)
     edit = amplitudes[site] - before
@@ -127,9 +289,7 @@ class World(Synthetic):
     elif kind == "dose":
       edit = edit * float(intervention["factor"])
     else:
-      raise ValueError(
-        f"world: unknown intervention {kind!r}; use {self.interventions}."
-      )
+      raise ContractError(f"world: unknown {kind!r}; use {[*self.interventions]}.")
     return {**amplitudes, site: before + edit}
 
   def _layers(self, amplitudes: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -165,7 +325,7 @@ class World(Synthetic):
     return 0.08 + 0.16 * identity.draw(self._seed, self._transfer, site, "gain")
 
   def _landscape(
-    self, amplitudes: Mapping[str, np.ndarray], remeasure: bool
+    self, amplitudes: Mapping[str, np.ndarray], remeasure: bool, redrawn: str = ""
   ) -> dict[str, float]:
     loss, values = 3.0, {}
     reach: dict[str, float] = {}
@@ -178,7 +338,10 @@ class World(Synthetic):
         amount[op] for op in OPERATIONS if kinds[op] == kind
       )
       size = float(np.abs(amplitudes[site]).sum())
-      working = min(max(of("mechanism") / FULL, 0.0), 1.0)
+      works = of("mechanism")
+      if not self._transfer and site != redrawn:
+        works += of("lucky")
+      working = min(max(works / FULL, 0.0), 1.0)
       moving = min(max(of("mediator") / FULL, 0.0), 1.0)
       is_capacity = "capacity" in kinds.values()
       strength = min(size / FULL, 1.0) if is_capacity else working
@@ -197,14 +360,56 @@ class World(Synthetic):
   @property
   def edit_templates(self) -> Sequence[EditTemplate]:
     """Every operation at every site, all described alike; most are decoys."""
-    return [_template(site, op) for site, op in itertools.product(SITES, OPERATIONS)]
+    pairs = itertools.product(SITES, OPERATIONS)
+    return [_template(site, op, luck=bool(self._luck)) for site, op in pairs]
 
 
-def _template(site: str, operation: str) -> EditTemplate:
+def _template(site: str, operation: str, *, luck: bool) -> EditTemplate:
   excess = f"excess_{site}"
   gains: Predicted = {"loss": "down"}
   keeps: Predicted = {"loss": "same"}
   source, _ = OPERATIONS[operation]
+  redrawn: Mapping[str, Predicted] = {"redraw": gains} if luck else {}
+  accounts = [
+    Explanation(
+      "mechanism",
+      f"{operation} acts on what makes {site} lose",
+      {
+        "primary": {**gains, excess: "down"},
+        "permute": {**keeps, excess: "same"},
+        "elsewhere": keeps,
+        **redrawn,
+      },
+    ),
+    Explanation(
+      "capacity",
+      f"any edit of this size at {site} gains",
+      {"primary": gains, "permute": gains, "elsewhere": keeps, **redrawn},
+    ),
+    Explanation(
+      "drift",
+      "any edit of this size anywhere gains",
+      {"primary": gains, "permute": gains, "elsewhere": gains, **redrawn},
+    ),
+    Explanation(
+      "mediator",
+      f"the excess of {site} falls and nothing follows from it",
+      {"primary": {**keeps, excess: "down"}},
+    ),
+    Explanation(
+      "nothing", "the edit does nothing", {"primary": {**keeps, excess: "same"}}
+    ),
+    Explanation("harm", "the edit destroys something", {"primary": {"loss": "up"}}),
+  ]
+  controls = [
+    ("permute", {}, "the same size, another act"),
+    ("elsewhere", {}, "where no site reads it"),
+    ("dose", {"factor": 0.5}, "half the dose"),
+  ]
+  if luck:
+    lucky = {"primary": {**gains, excess: "down"}, "redraw": keeps}
+    accounts.append(Explanation("lucky", "it fits this draw of the noise", lucky))
+    controls.append(("redraw", {}, "the noise drawn again"))
   return EditTemplate(
     id=f"{site}-{operation}",
     hooks=(site,),
@@ -213,42 +418,9 @@ def _template(site: str, operation: str) -> EditTemplate:
     residual=excess,
     family=site,
     statement=f"{operation} at {site} removes its excess",
-    explanations=(
-      Explanation(
-        "mechanism",
-        f"{operation} acts on what makes {site} lose",
-        {
-          "primary": {**gains, excess: "down"},
-          "permute": {**keeps, excess: "same"},
-          "elsewhere": keeps,
-        },
-      ),
-      Explanation(
-        "capacity",
-        f"any edit of this size at {site} gains",
-        {"primary": gains, "permute": gains, "elsewhere": keeps},
-      ),
-      Explanation(
-        "drift",
-        "any edit of this size anywhere gains",
-        {"primary": gains, "permute": gains, "elsewhere": gains},
-      ),
-      Explanation(
-        "mediator",
-        f"the excess of {site} falls and nothing follows from it",
-        {"primary": {**keeps, excess: "down"}},
-      ),
-      Explanation(
-        "nothing", "the edit does nothing", {"primary": {**keeps, excess: "same"}}
-      ),
-      Explanation("harm", "the edit destroys something", {"primary": {"loss": "up"}}),
-    ),
+    explanations=tuple(accounts),
     controls=tuple(
-      Control(name, {"kind": name, "site": site, "parent": True, **more}, cost, told)
-      for name, more, cost, told in (
-        ("permute", {}, 1, "the same size, another act"),
-        ("elsewhere", {}, 1, "where no site reads it"),
-        ("dose", {"factor": 0.5}, 2, "half the dose"),
-      )
+      Control(kind, {"kind": kind, "site": site, **more}, statement=told)
+      for kind, more, told in controls
     ),
   )

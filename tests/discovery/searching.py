@@ -1,10 +1,13 @@
 """What tests of searches share: scripts of proposals, executors that count, runs."""
 
 from mxjax.discovery.core import store
-from mxjax.discovery.core.proposal import ExhaustedError
+from mxjax.discovery.core.proposal import ExhaustedError, Record
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+
+RECORD = Record("p", "", "", 1, {}, {}, "p", {"loss": 3.0}, {})
+"""An executed program, for tests that give it other fields."""
 
 
 class Scripted:
@@ -41,13 +44,12 @@ class Counting(LocalExecutor):
     super().run(calls, counted)
 
 
-def run(folder, task, proposer, executor=None, proxy=None, **config):
-  """Runs or resumes a search in a folder; `proxy` executes the proxy of the task."""
+def run(folder, task, proposer, executor=None, ask=None, **config):
+  """Runs or resumes a search in a folder; `ask` is the free proxy."""
   kept = store.Store(folder)
   evaluator = CachedEvaluator(task, executor or LocalExecutor(task), kept)
-  proxied = proxy and CachedEvaluator(task.proxy(), proxy, kept)
   settings = search.SearchConfig(**config)
-  running = search.Search(settings, evaluator, proposer, kept, proxy=proxied)
+  running = search.Search(settings, evaluator, proposer, kept, ask=ask)
   try:
     running.run()
   finally:

@@ -13,7 +13,6 @@ from typing import Any
 
 from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.residual import Control, Explanation, Predicted, Symbol
-from mxjax.discovery.proposers.expressions.grammar import Grammar
 
 
 def _both(symbol: Symbol, observable: str) -> Mapping[str, Predicted]:
@@ -58,12 +57,12 @@ def _accounts(
 
 
 def _scoped(part: str) -> Control:
-  intervention = {"kind": "scope", "part": part, "parent": True}
+  intervention = {"kind": "scope", "part": part}
   return Control(part, intervention, 1, f"the edit in {part} linears only")
 
 
 ROTATION = Control("rotation", {"kind": "random_map"}, 1, "a random rotation instead")
-OPPOSITE = Control("dose", {"kind": "dose", "factor": -1.0}, 2, "the opposite balance")
+OPPOSITE = Control("dose", {"kind": "dose", "factor": -1.0}, 1, "the opposite balance")
 HALVES = (_scoped("attention"), _scoped("mlp"))
 HOOKS = {
   "transform": ("transform", "operator_error", "geometry"),
@@ -161,7 +160,3 @@ USEFUL, DECOYS = (
 )
 EDIT_TEMPLATES = (*USEFUL, *DECOYS)
 assert len(USEFUL) == len(DECOYS)
-
-_TREES = importlib.resources.files(__package__) / "grammar.toml"
-GRAMMAR = Grammar.from_dict(tomllib.loads(_TREES.read_text()), SNIPPETS)
-"""Trees for the hooks, with the snippets of the edits among their helpers."""

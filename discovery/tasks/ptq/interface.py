@@ -333,21 +333,68 @@ INTERFACE = Interface(
     "attention": (False, True),
     "mlp": (False, True),
   },
+  plan_docs={
+    "arrange": "which channels the hook arrange sorts",
+    "transform": "what makes the map T of each block: the hook transform, the passes "
+    "of solve, or these while the blocks are rounded one after another",
+    "passes": "passes of measure_inputs, measure_weights and solve",
+    "balance": "whether the hook balance scales groups of coordinates, and in which "
+    "coordinates it is told statistics",
+    "curvature": "what encode_weight is told, or that encode_linear rounds whole rows",
+    "linear_passes": "passes of measure_linear and solve_linear",
+    "tables": "what encode_act is told",
+    "gradients": "whether statistics and Hessians are weighted by output gradients",
+    "attention": "whether recover_value corrects the outputs of value heads",
+    "mlp": "whether recover_mlp corrects the MLPs",
+  },
   header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
 )
 
 _names = lambda hooks: tuple(hook.name for hook in hooks)
 SHAPING = ("arrange", "transform", "passes", *_names(PASSES))
 ENCODING = ("encode_weight", "curvature", "linear_passes", *_names(OF_LINEARS))
-RESIDUALS: Mapping[str, tuple[str, ...]] = {
-  "contaminated": SHAPING,
-  "activation_error": ("encode_act", "tables"),
-  "weight_error": ENCODING,
-  "operator_error": (*SHAPING, "balance"),
-  "value_error": ("measure_value", "recover_value", "attention"),
-  "mlp_error": ("measure_mlp", "recover_mlp", "mlp"),
+RESIDUALS = (
+  "contaminated",
+  "activation_error",
+  "weight_error",
+  "operator_error",
+  "value_error",
+  "mlp_error",
+)
+"""Observables that are open questions while they are large."""
+
+DESCRIPTION = (
+  "A language model is quantized to strict MXFP4, W4A4, after training. Weights and "
+  "inputs of every linear of every layer are held as E2M1 codes (magnitudes 0, .5, 1, "
+  "1.5, 2, 3, 4, 6; code 8 and above is the negative of code - 8), and each block of "
+  "32 inputs of a row shares one E8M0 scale 2**exponent, -127 to 127: value = "
+  "magnitude * 2**exponent. Weights are rounded once, from calibration statistics; "
+  "activations are rounded at run time, each block of each token by itself, and "
+  "everything else (embeddings, norms, softmax, head) stays float. A block map T acts "
+  "as x' = T x on the 32 inputs of a block and as W' = W T^-1 on the weights, so the "
+  "float function is unchanged; only trusted code decodes."
+)
+OBSERVABLES: Mapping[str, str] = {
+  "log_ppl": "natural logarithm of the perplexity of the evaluation text, in nats",
+  "kl": "mean KL divergence of the predictions from the float model's, nats a token",
+  "fit3": "half of the mean and half of the worst of three relative damages: "
+  "perplexity of two texts, and the share of top predictions that change",
+  "operator_error": "relative squared error |y - y_float|^2 / |y_float|^2 of a "
+  "linear's output with both operands rounded, mean of all linears",
+  "activation_error": "the same with only the activations rounded",
+  "weight_error": "the same with only the weights rounded",
+  "contaminated": "share of activation blocks whose largest magnitude is more than 32 "
+  "times their median, after the map",
+  "value_error": "operator_error of the v_proj linears",
+  "mlp_error": "operator_error of the gate, up and down projections",
+  "down_contaminated": "contaminated, of the inputs of down_proj",
+  "down_up_ratio": "activation_error of down_proj over that of up_proj",
+  "other_text": "the target on windows that no primary run sees",
+  "proxy_error": "operator_error of a few blocks of one layer, from calibration alone",
+  "proxy_act": "the same with only the activations rounded",
+  "proxy_weight": "the same with only the weights rounded",
+  "layer_N": "operator_error of the linears of layer N",
 }
-"""Measured questions, and the hooks and plan keys that each is about."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": (*SHAPING, "balance"),

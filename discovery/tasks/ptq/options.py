@@ -132,6 +132,22 @@ class PtqOptions:
     return self.model is not None and self.model.startswith(RANDOM)
 
   @functools.cached_property
+  def layer_count(self) -> int:
+    """Layers of the model that the search quantizes."""
+    count = _config(self.model, self.dtype).num_layers
+    return count if self.layers is None else min(self.layers, count)
+
+  @property
+  def tokens_scored(self) -> dict[str, int]:
+    """Tokens that a primary run scores, and those of the control `other_text`."""
+    texts = 2 if self.objective == "fit3" else 1
+    other = int(np.prod(self.other_windows)) if self.other_windows else 0
+    return {
+      "primary": texts * self.replicates * int(np.prod(self.windows)),
+      "other": self.replicates * other,
+    }
+
+  @functools.cached_property
   def sizes(self) -> list[dict[str, int]]:
     """Sizes of the linears, heads and MLPs of the model, and of what the proxy cuts."""
     config = _config(self.model, self.dtype)

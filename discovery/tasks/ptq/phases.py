@@ -217,9 +217,14 @@ class Measure:
       name = model.layer_name(index)
       of_layer = [e["total"] for p, e in errors.items() if p.startswith(f"{name}/")]
       values[f"layer_{index}"] = float(np.mean(of_layer))
+    by_linear = {"operator": "total", "activation": "activation", "weight": "weight"}
     return {
       "values": _finite(values),
       "outputs": {"encode_act": rounded} if hook else {},
+      "parts": {
+        f"{kind}_error": {path: error[key] for path, error in errors.items()}
+        for kind, key in by_linear.items()
+      },
     }, b""
 
   def _on_other_text(self, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,12 +22,6 @@ from mxjax.discovery.tasks.ptq.options import PROXY_BLOCKS, PtqOptions
 from mxjax.numerics import mxfp4, precision
 
 PROXY = "proxy_error"
-SEES = frozenset(
-  ("transform", "balance", "encode_weight", "encode_act", "curvature", "tables")
-)
-"""Hooks and plan keys that shape what is measured."""
-WITH_GRADIENTS = frozenset(("encode_act", "tables"))
-"""Those that output gradients do not reach."""
 LINEARS = ("q_proj", "o_proj", "up_proj", "down_proj")
 ROWS = 64
 
@@ -84,9 +78,9 @@ class Proxy:
     del before
     paths = [(self._layer, *path) for path in self._parts]
     program = candidate.CandidateProgram(call, artifacts, paths, self._defaults)
-    errors = []
+    errors = {}
     with precision.float64_scope():
-      for weight, inputs, measured in self._parts.values():
+      for (block, name), (weight, inputs, measured) in self._parts.items():
         leaf = program.quantize_linear(weight, inputs).leaf
         at = leaf.input_map
         folded = execution.block_on_cpu(phases.fold_weight(weight, at))
@@ -94,11 +88,13 @@ class Proxy:
         # One name for all linears, so that those of one shape share what is compiled.
         operands = (leaf.weight, folded, mapped, phases.rounded(leaf, mapped))
         found = phases.operator_errors(*({"cut": each} for each in operands))
-        errors.append(execution.block_on_cpu(found)["cut"])
-    values = {
-      f"proxy_{kind}": float(np.mean([float(e[key]) for e in errors]))
-      for kind, key in (("error", "total"), ("act", "activation"), ("weight", "weight"))
+        errors[f"{block}/{name}"] = execution.block_on_cpu(found)["cut"]
+    kinds = {"error": "total", "act": "activation", "weight": "weight"}
+    parts = {
+      f"proxy_{kind}": {path: float(e[key]) for path, e in errors.items()}
+      for kind, key in kinds.items()
     }
+    values = {kind: float(np.mean([*rows.values()])) for kind, rows in parts.items()}
     if not np.isfinite([*values.values()]).all():
       raise FloatingPointError(f"ptq: the proxy is not finite: {values}.")
-    return {"values": values}, b""
+    return {"values": values, "parts": parts}, b""

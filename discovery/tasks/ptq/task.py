@@ -8,6 +8,7 @@ program.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,20 @@ import numpy as np
 from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.interface import Interface
-from mxjax.discovery.core.residual import Residual
-from mxjax.discovery.core.task import Call, Session
-from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
-from mxjax.discovery.tasks.ptq.interface import INTERFACE, REGIMES, RESIDUALS
+from mxjax.discovery.core.residual import OTHER_TEXT, Residual, Rival
+from mxjax.discovery.core.task import Call, Defaults, Session
+from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES
+from mxjax.discovery.tasks.ptq.interface import (
+  DESCRIPTION,
+  INTERFACE,
+  OBSERVABLES,
+  REGIMES,
+  RESIDUALS,
+)
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
-from mxjax.discovery.tasks.ptq.proxy import PROXY, SEES, WITH_GRADIENTS, Proxy
-from mxjax.discovery.tasks.ptq.structure.interventions import INTERVENTIONS
+from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
+from mxjax.discovery.tasks.ptq.structure import interventions
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
 
@@ -48,13 +55,15 @@ EVALUATOR_PACKAGES = (
 """Packages whose sources determine what an evaluator call measures."""
 
 
-class PtqTask:
+class PtqTask(Defaults):
   """A `mxjax.discovery.core.task.Task`, built from JSON options.
 
   The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
-  interventions = INTERVENTIONS
+  interventions = interventions.INTERVENTIONS
+  description = DESCRIPTION
+  observables = OBSERVABLES
 
   def __init__(self, **options: Any) -> None:
     """Takes the fields of `PtqOptions`.
@@ -67,7 +76,6 @@ class PtqTask:
       raise ValueError(f"ptq: unknown options {unknown}; use some of {sorted(known)}.")
     self.options = PtqOptions(**options)
     frozen = self.options.frozen_hooks
-    self.grammar = GRAMMAR.without(frozen)
     self.edit_templates = tuple(
       template for template in EDIT_TEMPLATES if not {*template.hooks} & {*frozen}
     )
@@ -142,15 +150,20 @@ class PtqTask:
     """Returns the task whose calls measure a few blocks only; see `Proxy`."""
     return PtqTask(**{**dataclasses.asdict(self.options), "proxy": True})
 
-  def unseen(self, call: Call) -> Call:
-    """Returns the part of a program that its proxy does not see.
+  def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
+    """See `Task`."""
+    return interventions.refusal(intervention, own, parent, self.options)
 
-    The proxy goes without output gradients, so where a program asks for them, it does
-    not see what they reach either.
-    """
-    active = call.active(self.interface)
-    seen = WITH_GRADIENTS if call.plan["gradients"] else SEES
-    return active.part({*active.computation, *active.plan} - seen)
+  def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
+    """See `Task`."""
+    return interventions.rivals(own, parent, self.options)
+
+  def price(self, intervention: Mapping[str, Any]) -> int:
+    """Returns the calls of a condition: its tokens in units of a primary run's."""
+    if intervention.get("kind") != OTHER_TEXT:
+      return 1
+    scored = self.options.tokens_scored
+    return max(1, math.ceil(scored["other"] / scored["primary"]))
 
   def ideal(self) -> float:
     """Returns the objective of the float model."""
@@ -184,7 +197,7 @@ class PtqTask:
     """Returns the observables above half of the initial program's value."""
     thresholds = {k: OPEN_SHARE * v for k, v in self.options.initial.items()}
     return [
-      Residual(program, name, values[name], thresholds[name], computation)
-      for name, computation in RESIDUALS.items()
+      Residual(program, name, values[name], thresholds[name])
+      for name in RESIDUALS
       if name in thresholds and values[name] > thresholds[name]
     ]

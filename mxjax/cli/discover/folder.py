@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from mxjax.cli import options as shared
+from mxjax.cli.discover.options import add_trust
 from mxjax.errors import ValueRefusal
 
 
@@ -32,6 +33,7 @@ def add_parser(verbs: Any) -> None:
   story.add_argument("program", metavar="PROGRAM", help="start of its identity")
   told = "compute every hash again, and run some programs again"
   audit = verb("verify", told, verify)
+  add_trust(audit)
   audit.add_argument(
     "--calls", type=shared.whole(0), default=3, metavar="K", help="programs"
   )
@@ -85,10 +87,13 @@ def verify(options: argparse.Namespace) -> None:
   Raises:
     ValueError: Checks failed; the message lists all of them.
   """
+  from mxjax.cli.discover.run import trusted
   from mxjax.cli.output import say
   from mxjax.discovery.audit import verify as audits
 
-  audit = audits.verify(pathlib.Path(options.folder), options.calls)
+  audit = audits.verify(
+    pathlib.Path(options.folder), options.calls, trusted=trusted(options)
+  )
   say(
     f"{audit.events} events, {audit.packets} packets, {audit.programs} programs, "
     f"{audit.ledger} calls charged, {audit.executed} executed again"

@@ -22,10 +22,10 @@ PROPOSERS: Mapping[str, tuple[str, ...]] = {
   **dict.fromkeys(("reasoning_effort", "cassette", "tokenizer"), LLM),
   **dict.fromkeys(("max_tokens", "max_cost"), LLM),
   "answers": ("human",),
-  "contested_accounts": ("embedded", "expressions"),
+  "contested_accounts": ("embedded",),
 }
 """Options that some proposers alone have, and which those are."""
-OF_ALL_ARMS = ("screen", "start", "proposals_per_call", "revise_retired")
+OF_ALL_ARMS = ("start", "proposals_per_call", "revise_retired")
 """Fields of `SearchConfig` that the command line sets for all arms of a study."""
 
 OWN_OF_STUDY: Mapping[str, Any] = {
@@ -44,7 +44,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   Raises:
     ValueError: What was chosen is not complete.
   """
-  spec = {**_task(options.task), **_task_options(options.task_options)}
+  spec = {**task_spec(options.task), **_task_options(options.task_options)}
   if options.task in tasks.WORLDS:
     spec.setdefault("seed", options.seed)
   named = {
@@ -77,7 +77,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     config["proposals_per_call"] = options.proposals_per_call
   if options.start:
     config["start"] = _program(options.start)
-  for name in ("max_tokens", "max_cost", "screen"):
+  for name in ("max_tokens", "max_cost"):
     if getattr(options, name) is not None:
       config[name] = getattr(options, name)
   return runs.RunOptions(
@@ -193,7 +193,7 @@ def _program(name: str) -> str:
   return programs.source(name)
 
 
-def _task(name: str) -> dict[str, Any]:
+def task_spec(name: str) -> dict[str, Any]:
   """Returns the beginning of a task's specification, with the folder of its module."""
   if pathlib.Path(name).is_dir():
     return {"task": str(pathlib.Path(name).resolve())}

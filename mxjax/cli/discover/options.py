@@ -54,7 +54,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   add(
     "--task",
     default="ptq",
-    help="ptq, world, noisy-world, package.module:function, or a folder with "
+    help="ptq, world, package.module:function, or a folder with "
     "initial.py and evaluate.py",
   )
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
@@ -72,13 +72,6 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   told = "revise programs whose own change a verdict retired, by taking it back"
   add("--revise-retired", action=FLAG, default=True, help=told)
   add("--width", type=whole, default=1, help="proposals made from one state")
-  add(
-    "--screen",
-    type=shared.amount,
-    metavar="RATIO",
-    help="measure the task's free proxy, and refuse candidates whose proxy is above "
-    "RATIO of their parent's",
-  )
   add(
     "--proposals-per-call",
     type=whole,
@@ -109,13 +102,21 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(**dict.fromkeys(flags, False))
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+  """Adds what a folder may execute: it decides none of it itself."""
+  told = "the run's task, if it has code of its own that you trust"
+  parser.add_argument("--task", metavar="TASK", help=told)
+  told = "the run's sandbox level, if you trust its programs to run so"
+  parser.add_argument("--sandbox", default="strict", choices=jail.LEVELS, help=told)
+
+
 def _add_proposer(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add(
     "--proposer",
     default="embedded",
     metavar="KIND",
-    help="embedded, expressions, llm, cassette or human",
+    help="embedded, llm, cassette or human",
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")

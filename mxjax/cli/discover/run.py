@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from mxjax import errors
 from mxjax.cli.discover import config
-from mxjax.cli.discover.options import add_limits, add_task, add_workers
+from mxjax.cli.discover.options import add_limits, add_task, add_trust, add_workers
 
 if TYPE_CHECKING:
   from mxjax.discovery.core.task import Task
-  from mxjax.discovery.search.runs import RunOptions
+  from mxjax.discovery.search.runs import RunOptions, Trusted
 
 
 def add_parser(verbs: Any) -> None:
-  """Adds the three verbs and their options."""
+  """Adds the four verbs and their options."""
   told = "what a run would cost; runs the default program, starts nothing"
   planned = verbs.add_parser("plan", help=told, description=told)
   started = verbs.add_parser("run", help="start a run", description="start a run")
@@ -30,7 +30,13 @@ def add_parser(verbs: Any) -> None:
   told = "continue a run, paying nothing twice"
   resumed = verbs.add_parser("resume", help=told, description=told)
   resumed.add_argument("folder", metavar="DIR", help="folder of the run")
+  add_trust(resumed)
   add_workers(resumed)
+  told = "end a run early, with its held-out score; nothing more is proposed"
+  closed = verbs.add_parser("close", help=told, description=told)
+  closed.add_argument("folder", metavar="DIR", help="folder of the run")
+  add_trust(closed)
+  closed.set_defaults(run=close)
   planned.set_defaults(run=plan)
   started.set_defaults(run=run)
   resumed.set_defaults(run=resume)
@@ -77,20 +83,40 @@ def run(options: argparse.Namespace) -> None:
   _fitting(run_)
   probe(run_)
   spec = margins.completed(run_.task, options.start, tell=say)
-  runs.write_options(folder, dataclasses.replace(run_, task=spec))
+  run_ = dataclasses.replace(run_, task=spec)
+  runs.write_options(folder, run_)
   resolved = config.text(options.resolved).encode()
   atomic_io.write_durably(folder / "config.toml", resolved)
-  _search(folder, options)
+  _search(folder, options, runs.Trusted.own(run_))
 
 
 def resume(options: argparse.Namespace) -> None:
   """Continues a run from its folder."""
   from mxjax.discovery.search import runs
 
-  folder = pathlib.Path(options.folder)
+  folder, trusts = pathlib.Path(options.folder), trusted(options)
+  trusts.check(read := runs.read_options(folder))
   if not runs.is_closed(folder):
-    probe(runs.read_options(folder))
-  _search(folder, options)
+    probe(read)
+  _search(folder, options, trusts)
+
+
+def close(options: argparse.Namespace) -> None:
+  """Ends a run early with its held-out score."""
+  from mxjax.cli.output import say
+  from mxjax.discovery.search import runs
+
+  champion = runs.close(pathlib.Path(options.folder), trusted=trusted(options))
+  say(f"champion {champion.id[:12]}, found at call {champion.call}")
+
+
+def trusted(options: argparse.Namespace) -> "Trusted":
+  """Returns what the command line lets a folder execute."""
+  from mxjax.cli.discover.inputs import task_spec
+  from mxjax.discovery.search import runs
+
+  given = None if options.task is None else task_spec(options.task)
+  return runs.Trusted(task=given, sandbox=options.sandbox)
 
 
 def probe(options: "RunOptions") -> None:
@@ -103,8 +129,8 @@ def probe(options: "RunOptions") -> None:
   from mxjax.discovery.proposers import weighted
 
   if options.proposer["kind"] == "llm":
-    for client in weighted.clients(options.proposer, metered=options.search.is_metered):
-      say(f"endpoint: {client.probe().model!r} answered")
+    for told in weighted.greet(options.proposer, metered=options.search.is_metered):
+      say(told)
 
 
 def _fitting(options: "RunOptions") -> "Task":
@@ -120,15 +146,15 @@ def _fitting(options: "RunOptions") -> "Task":
   task, search = tasks.load(options.task), options.search
   search.ledger()
   runs.make_proposer(options, task)
-  if search.screen is not None:
-    runs.proxy_of(task)
   if search.start:
     with errors.within("discover: --start"):
       candidate_source.admit(search.start, task.interface)
   return task
 
 
-def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
+def _search(
+  folder: pathlib.Path, options: argparse.Namespace, trusts: "Trusted"
+) -> None:
   """Searches until the run ends, saying every outcome and verdict."""
   from mxjax.cli.output import say
   from mxjax.discovery.audit import report
@@ -153,6 +179,7 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
       ray=options.ray,
       compiled=options.compiled,
       on_event=show,
+      trusted=trusts,
     )
   except OutageError as error:
     raise OutageError(

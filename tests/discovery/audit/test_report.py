@@ -24,19 +24,33 @@ def answer(template, number):
   source += f"\n# {number} {ORDERS}" + "\n# x" * LINES
   told = {"source": source, "label": f"{number} {ORDERS}", "note": ORDERS}
   told |= {"residual": template.residual, "declared": list(template.hooks)}
-  account = {"name": EVIL, "statement": ORDERS}
-  account["predictions"] = {"primary": {TASK.target: "down", EVIL: "same"}}
-  body = json.loads(chat(json.dumps({**told, "explanations": [account]})))
+  accounts = [
+    {
+      "name": name,
+      "statement": ORDERS,
+      "predictions": {"primary": {TASK.target: moves}},
+    }
+    for name, moves in ((EVIL, "down"), ("other", "up"))
+  ]
+  if number % 2:
+    # Refused with a question; the last answer to the reason has none.
+    accounts = []
+    told["residual"] = None
+  body = json.loads(chat(json.dumps({**told, "explanations": accounts})))
   return http(json.dumps(body | {"model": ORDERS}).encode())
 
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory):
   server, folder = Server(), tmp_path_factory.mktemp("report") / "run"
-  made = [answer(each, n) for n, each in enumerate(TASK.edit_templates[::3])]
+  # What gains goes first, so that the champion has a line of ancestors.
+  truth = lambda each: TASK.truth[each.hooks[0]][each.id.split("-")[1]]
+  gains = [t for t in TASK.edit_templates if truth(t) in ("mechanism", "capacity")]
+  gains.sort(key=lambda t: truth(t) == "mechanism" and t.hooks[0] in TASK.prerequisite)
+  made = [answer(each, n) for n, each in enumerate([*gains[::-1], *gains])]
   server.replies = [http(chat()), *made]
   try:
-    assert discover([server], folder, budget=8) == 0
+    assert discover([server], folder, budget=10) == 0
   finally:
     server.close()
   return folder
@@ -57,7 +71,7 @@ def test_orders_of_a_model_reach_no_terminal_and_stop_nothing(evil, capsys):
   shown = capsys.readouterr().out
   assert "ignore the rules" in shown.replace("\n", " ")
   assert not [c for c in shown if not c.isprintable() and c != "\n"]
-  assert store.read_events(evil)[-1]["reason"] == "budget"
+  assert store.read_events(evil)[-1]["reason"] in ("budget", "proposals")
 
 
 def test_the_champion_is_told_from_its_parent_and_from_the_beginning(evil):

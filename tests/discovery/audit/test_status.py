@@ -57,7 +57,7 @@ def test_it_tells_what_the_search_holds_and_only_reads(searched, capsys):
   )
   asked = [q for q in search.residuals.questions.values() if q.status == "open"]
   assert len(asked) < len(search.residuals.questions)
-  assert f"open questions: {len(asked)}: " in told
+  assert f"open questions: {len(asked)}" in told
   events = store.read_events(folder)
   labels = {
     e["id"]: e["label"] for e in events if e["event"] == "packet" and "label" in e

@@ -253,3 +253,57 @@ def mlp(x):
   assert same(other=2) == ["geometry"]
   assert same(size=2) == []
   assert same(n=2) == []
+
+
+@pytest.mark.parametrize(
+  "code",
+  [
+    "def mlp(x):\n  # why\n  return 2 * x\n",
+    "import math\nHALF = 0.5\ndef helper(x):\n  return HALF * x\ndef mlp(x):\n"
+    "  return helper(x)\n",
+    "import functools\n@functools.cache\ndef helper():\n  return 2\n\n\ndef "
+    "weights(x):\n  return helper() * x\ndef mlp(x): return x",
+    "",
+  ],
+)
+@pytest.mark.parametrize("plan", [{}, {"remeasure": True}])
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_merged_text_executes_as_the_merged_tree(code, plan, has_plan):
+  task = world.World(seed=3)
+  source = "# a comment\n" + task.interface.default_source()
+  if not has_plan:
+    source = source.replace("PLAN = {\n  'remeasure': False,\n}\n", "")
+  text = candidate_source.merged(source, code, plan)
+  tree = candidate_source.with_functions(source, code)
+  tree = candidate_source.with_plan(tree, plan) if plan else tree
+  one, two = (candidate_source.admit(each, task.interface) for each in (text, tree))
+  assert (one.plan, one.hooks) == (two.plan, two.hooks)
+  assert text.startswith("# a comment\n")
+  assert ("# why" in text) == ("# why" in code)
+
+
+PLANS = {
+  "in a tuple": "PLAN, X = {'remeasure': True}, 1\n",
+  "by another name too": "X = PLAN = {'remeasure': True}\n",
+  "changed": "PLAN = {'remeasure': False}\nX = [0]\nPLAN['remeasure'] = True\n",
+  "twice": "PLAN = {'remeasure': False}\nPLAN = {'remeasure': True}\n",
+  "in a hook": "PLAN = {'remeasure': False}\ndef mlp(x):\n  PLAN['remeasure'] = True\n"
+  "  return x\n",
+}
+
+
+@pytest.mark.parametrize("source", PLANS.values(), ids=PLANS)
+def test_a_plan_that_would_be_read_otherwise_is_refused(source):
+  with pytest.raises(candidate_source.RejectedError, match="PLAN is"):
+    candidate_source.admit(source, world.World(seed=3).interface)
+
+
+@pytest.mark.parametrize("space", ["\u200b", "\xa0"])
+def test_what_python_cannot_print_again_is_refused(space):
+  source = f"X = f\"{{'a{space}b'}}\"\n"
+  try:
+    candidate_source.admit(source, world.World(seed=3).interface)
+  except candidate_source.RejectedError as error:
+    assert "does not parse" in str(error)
+  else:
+    candidate_source.with_functions(source, "def mlp(x):\n  return x\n")

@@ -16,7 +16,7 @@ import pytest
 from mxjax.cli.main import main
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import OutageError
-from mxjax.discovery.proposers import endpoint, llm
+from mxjax.discovery.proposers import endpoint, llm, weighted
 from mxjax.discovery.search import runs
 from mxjax.discovery.tasks import world
 
@@ -120,14 +120,13 @@ ODD = {
   "null": (http(b"null"), BAD),
   "list": (http(b"[1]"), BAD),
   "number": (http(b"1e999"), BAD),
-  "no choices": (http(b'{"choices": []}'), BAD),
+  "no choices": (http(b'{"choices": []}'), "gave no answer"),
   "null choice": (http(b'{"choices": [null]}'), BAD),
   "deep": (http(b"[" * 100_000), BAD),
   "broken unicode": (http(b'{"a": "\xff\xfe'), BAD),
   "lone surrogate": (http(chat("\ud800")), BAD),
   "parts": (http(chat([{"type": "text"}])), BAD),
   "float usage": (http(chat(prompt_tokens=1.5)), BAD),
-  "null usage": (http(chat(prompt_tokens=None)), BAD),
   "negative usage": (http(chat(completion_tokens=-1)), BAD),
   "text usage": (http(chat(prompt_tokens="3")), BAD),
   "usage in a list": (http(chat().replace(b'{"prompt', b'[{"prompt')), BAD),
@@ -325,7 +324,7 @@ def test_an_endpoint_out_of_order_is_met_before_the_run(server, tmp_path, capsys
 
 
 def test_a_closed_port_is_met_in_seconds(server, tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(endpoint, "PROBE_SECONDS", 2.0)
+  monkeypatch.setattr(weighted, "PROBE_SECONDS", 2.0)
   server.close()
   start = time.monotonic()
   assert discover(server, tmp_path / "run", "run") == 2
@@ -341,12 +340,13 @@ def test_an_outage_leaves_a_run_that_goes_on(server, tmp_path, capsys):
   assert "HTTP 402" in told
   assert "resume" in told
   assert not runs.is_closed(tmp_path / "run")
-  assert discover(server, tmp_path, "resume", str(tmp_path / "run")) == 2
+  resume = ("resume", str(tmp_path / "run"), "--sandbox", "off")
+  assert discover(server, tmp_path, *resume) == 2
   server.replies = [http(chat()), *answers[2:]]
-  assert discover(server, tmp_path, "resume", str(tmp_path / "run")) == 0
+  assert discover(server, tmp_path, *resume) == 0
   assert store.read_events(tmp_path / "run")[-1]["reason"] == "budget"
   server.replies = [http(b"", "401 No")]
-  assert discover(server, tmp_path, "resume", str(tmp_path / "run")) == 0
+  assert discover(server, tmp_path, *resume) == 0
   server.replies = [http(chat()), *answers]
   assert discover(server, tmp_path / "whole", "run") == 0
   logs = [(tmp_path / name / "log.jsonl").read_bytes() for name in ("run", "whole")]
@@ -367,7 +367,7 @@ def test_a_model_that_answers_junk_stops_the_run(server, tmp_path, capsys):
   server.replies = [http(chat("I would rather talk about the weather."))]
   assert discover(server, tmp_path / "run", "run") == 2
   assert "no proposals" in capsys.readouterr().err
-  assert len(server.requests) == 1 + 2 * llm.UNUSABLE_IN_A_ROW
+  assert len(server.requests) == 1 + (1 + llm.REPAIRS) * llm.UNUSABLE_IN_A_ROW
   assert not runs.is_closed(tmp_path / "run")
 
 
@@ -388,10 +388,66 @@ def test_no_reply_takes_more_tokens_than_there_are(server):
     client(server).complete(ASK)
 
 
+BODIES = {
+  "an error of the provider": {"error": {"code": 429, "message": "rate limited"}},
+  "no choices": {"choices": []},
+  "an error without a code": {"error": {"message": "oops"}},
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_an_error_inside_a_reply_is_tried_again(server, body):
+  server.replies = [http(json.dumps(body).encode()), http(chat())]
+  assert client(server, pause=0.01).complete(ASK).text == "yes"
+  assert len(server.requests) == 2
+
+
+def test_an_error_inside_a_reply_that_nothing_mends_ends_it(server):
+  server.replies = [http(json.dumps({"error": {"code": 401}}).encode())]
+  with pytest.raises(OutageError, match="answered HTTP 401"):
+    client(server).complete(ASK)
+
+
+@pytest.mark.parametrize(
+  ("content", "usage", "tokens"),
+  [
+    (
+      [{"type": "text", "text": "yes"}],
+      {"prompt_tokens": 1, "completion_tokens": 2},
+      1,
+    ),
+    ("yes", {"prompt_tokens": None, "completion_tokens": None}, 0),
+    ("yes", {"prompt_tokens": 10.0, "completion_tokens": 5.0}, 10),
+  ],
+  ids=["parts", "null counts", "float counts"],
+)
+def test_other_forms_of_a_reply_are_read(server, content, usage, tokens):
+  choice = {"message": {"content": content}, "finish_reason": "stop"}
+  body = json.dumps({"choices": [choice], "usage": usage}).encode()
+  server.replies = [http(body)]
+  reply = client(server).complete(ASK)
+  assert (reply.text, reply.input_tokens) == ("yes", tokens)
+
+
+def test_a_cold_model_is_no_failure_and_an_absent_one_is(server):
+  settings = {"base_url": server.url, "model": "small", "probe_seconds": 0.3}
+  server.replies = [http(b"loading", "503 Loading")]
+  (told,) = weighted.greet(settings)
+  assert "gave no answer within 0.3 s; it may still be loading" in told
+  assert "waits up to 600 s" in told
+  server.replies = [http(chat())]
+  assert weighted.greet(settings) == ["endpoint: 'm' answered"]
+  server.replies = [http(b"no", "401 No")]
+  with pytest.raises(OutageError, match="HTTP 401"):
+    weighted.greet(settings)
+  with pytest.raises(OutageError, match="no answer"):
+    weighted.greet({**settings, "base_url": "http://127.0.0.1:9/v1"})
+
+
 def test_a_fence_within_a_program_is_no_fence_of_the_answer():
   text = json.dumps({"source": "# ```\nx = 1\n# ```", "label": "fenced"})
   for whole in (text, f"Here it is:\n```json\n{text.replace('```', '~~~')}\n```\n"):
-    assert json.loads(llm._json_of(whole))["label"] == "fenced"
+    assert llm.read(whole).label == "fenced"
 
 
 def test_a_cassette_whose_recorder_was_killed_goes_on(server, tmp_path):

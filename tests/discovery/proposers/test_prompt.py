@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from mxjax.discovery.core.proposal import Context, Demand, Experiment, Record, strip
+from mxjax.discovery.core.proposal import (
+  Answered,
+  Context,
+  Demand,
+  Experiment,
+  Ran,
+  Record,
+  strip,
+)
 from mxjax.discovery.core.residual import Explanation, Residual
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.core.verdict import Response
@@ -37,13 +45,18 @@ PACKET = Experiment(
   excluded={"size": "c"},
   survivors=("site",),
   implemented=True,
+  values={"loss": 2.875, "layer_0": 1.25},
+  ran=(Ran("c", "ok", "", {"loss": 3.0}), Ran("broken", "crashed", "KeyError: site")),
+  answered=(Answered("extend", "edit", True, "loss 3 to 2.875, margin 0.004"),),
 )
 CONTROLLED = (
   "site (told why) predicts primary: loss down; c: loss same",
   "size (any does) predicts primary: loss down; c: loss down",
   "observed primary: loss down; c: loss same",
   "verdict supported (focal_alone); excluded size by c; left site",
-  "response implemented",
+  "  c: ok; loss 3",
+  "  broken: crashed; KeyError: site",
+  "response extend (edit) implemented: loss 3 to 2.875, margin 0.004",
 )
 
 
@@ -98,10 +111,10 @@ def test_a_packet_tells_predictions_controls_exclusions_and_what_is_left():
     ),
     (
       "text",
-      ("score 2.875", "in its own words", "layer_0 +0.25"),
+      ("score 2.875", "in its own words", "layer_0 1.25 (+0.25)"),
       (prompt.REFLECTION, *CONTROLLED),
     ),
-    ("reflect", ("layer_0 +0.25", prompt.REFLECTION), CONTROLLED),
+    ("reflect", ("layer_0 1.25 (+0.25)", prompt.REFLECTION), CONTROLLED),
     ("none", (), ("score 2.875", "+  return", "donor's source", *CONTROLLED)),
   ],
 )
@@ -115,11 +128,11 @@ def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
   text = prompt.memory(context())
   for part in (
     "Best program champion, loss 2.5:\n# the champion's source",
-    "Donor donor, loss 2.75:\n# a donor's source",
+    "Also retained: donor loss 2.75",
     "since the best program improved: 7",
-    "Open residuals: excess_mlp = 0.9",
-    "Required response: extend or compose",
-    "The computation is mlp",
+    "Open residuals:\n- excess_mlp = 0.9",
+    "extend the supported edit or compose",
+    "so far mlp did",
   ):
     assert part in text
 
@@ -127,7 +140,9 @@ def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
 @pytest.mark.parametrize("response", list(Response))
 def test_every_response_is_told_in_the_terms_of_its_check(response):
   text = prompt.memory(context(demands=(demand(response),)))
-  assert f"Required response: {prompt.RESPONSES[response]}." in text
+  assert f": {prompt.RESPONSES[response]}." in text
+  head = "Forbidden" if demand(response).forbids else "Required response"
+  assert head in text
 
 
 def test_the_best_candidate_is_the_champion_and_not_the_largest_gain():
@@ -149,7 +164,6 @@ LONG = "word " * 4000
   "changes",
   [
     {"demands": tuple(demand(packet=f"{i}", label=LONG[:999]) for i in range(99))},
-    {"donors": tuple(record(f"{i}", source=LONG) for i in range(9))},
     {"champion": record("champion", source=LONG * 4)},
     {"history": tuple(dataclasses.replace(PACKET, note=LONG) for _ in range(50))},
     {"residuals": (dataclasses.replace(RESIDUAL, observable=LONG * 4),)},
@@ -174,7 +188,8 @@ def test_free_reflection_reads_the_same_packets_and_no_demand():
   bound = context()
   free = dataclasses.replace(bound, demands=(), compiles=False)
   text = told(free)
-  assert all(part in text for part in (*CONTROLLED, prompt.REFLECTION))
+  assert all(part in text for part in CONTROLLED)
+  assert prompt.REFLECTION not in text, "that is the instruction of ReflectMem"
   assert "Required response" not in text
   assert "Required response" in told(bound)
   assert prompt.REFLECTION not in told(bound)
@@ -200,12 +215,15 @@ def size(request):
   return sum(prompt.estimated_tokens(m["content"]) for m in request["messages"])
 
 
-def test_the_repair_turn_is_inside_the_input_allowance():
-  parent = record("p", source=SOURCE + "# " + "x" * 165_000)
-  history = [dataclasses.replace(PACKET, note=LONG[:1000]) for _ in range(50)]
+def test_the_repair_turn_is_inside_the_input_allowance(monkeypatch):
+  monkeypatch.setattr(prompt, "INPUT_TOKENS", 26_000)
+  parent = record("p", source=SOURCE + "# " + "x" * 30_000)
+  history = [
+    dataclasses.replace(PACKET, note=LONG[:3000], label=f"{i}") for i in range(50)
+  ]
   asked = context(history=history, parent=parent)
   # What the first request leaves is less than the reply to repair.
-  tape = Tape("not an answer " * 500)
+  tape = Tape("not an answer " * 1500)
   proposal = llm.LlmProposer(tape, TASK).propose(asked)
   assert proposal.source == "x = 1"
   first, second = tape.requests
@@ -218,7 +236,7 @@ def test_a_reply_too_long_to_repair_gets_no_second_turn():
   tape = Tape("y" * 3 * prompt.INPUT_TOKENS)
   proposal = llm.LlmProposer(tape, TASK).propose(context())
   assert len(tape.requests) == 1
-  assert "too long for a repair turn" in proposal.note
+  assert "too long for a repair turn" in proposal.unusable
 
 
 def test_the_reasoning_effort_is_asked_for_only_if_set(tmp_path):

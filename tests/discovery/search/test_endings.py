@@ -1,5 +1,6 @@
 """Runs that end where nobody meant them to: what stays, and who may go on."""
 
+import json
 import os
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_run_that_fails_takes_its_scorer_along(tmp_path, monkeypatch):
   started = []
   begin = runs.start_holdout
   monkeypatch.setattr(
-    runs, "start_holdout", lambda folder: started.append(begin(folder)) or started[-1]
+    runs, "start_holdout", lambda *told: started.append(begin(*told)) or started[-1]
   )
   options = runs.RunOptions(
     task={"task": "world", "seed": 3},
@@ -122,7 +123,7 @@ def test_a_run_that_fails_takes_its_scorer_along(tmp_path, monkeypatch):
   )
   runs.write_options(tmp_path / "run", options)
   with pytest.raises(ValueError, match="the initial program must run"):
-    runs.run(tmp_path / "run")
+    runs.run(tmp_path / "run", trusted=runs.Trusted.own(options))
   (scorer,) = started
   assert scorer.poll() is not None
 
@@ -135,10 +136,11 @@ def test_a_scorer_ends_with_its_run_and_lets_another_one_follow(tmp_path, monkey
   begun.emit("open")
   begun.close()
   # The process named as the run is not the one that started this one.
-  heldout.follow(folder, os.getpid())
+  trusted = json.dumps({"sandbox": "off"})
+  heldout.follow(folder, os.getpid(), trusted)
   waits = []
   held = store.Store(heldout.sealed_folder(folder))
   held.emit("heldout")
   monkeypatch.setattr(heldout.time, "sleep", lambda s: waits.append(s) or held.close())
-  heldout.follow(folder, os.getpid())
+  heldout.follow(folder, os.getpid(), trusted)
   assert waits == [heldout.POLL_SECONDS]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mxjax.discovery.core import identity, store
+from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.task import Call
@@ -31,19 +31,21 @@ def run(folder, executor, proposer=None, **config):
 
 
 def test_stagnation_counts_the_experiments_since_the_best_one(tmp_path, executor):
-  told = []
+  told, task = [], world.World(seed=5)
+  first = candidate_source.admit(task.interface.default_source(), task.interface).id
 
   class Listening(embedded.EmbeddedProposer):
     def propose(self, context):
       programs = [experiment.program for experiment in context.history]
       champion = context.champion.id
-      best = programs.index(champion) + 1 if champion in programs else 0
-      told.append((context.stagnation, len(programs) - best))
+      if champion in programs or champion == first:
+        best = programs.index(champion) + 1 if champion in programs else 0
+        told.append((context.stagnation, len(programs) - best))
       return super().propose(context)
 
   run(tmp_path, executor, Listening(world.World(seed=5).edit_templates, "loss"))
   assert told[0] == (0, 0)
-  assert all(stagnation == since for stagnation, since in told)
+  assert [s for s, _ in told] == [since for _, since in told]
   assert max(told)[0] > 1
 
 
@@ -290,7 +292,7 @@ def test_parents_are_the_retained_programs_then_the_rest(finished):
   values = [r.values["loss"] for r in parents[len(kept) :]]
   assert values == sorted(values)
   firsts = {running.programs.parents(executed, 3, (n, 0))[0].id for n in range(40)}
-  assert len(firsts) == len(kept)
+  assert firsts == {record.id for record in kept[: (len(kept) + 1) // 2]}
 
 
 def test_a_reused_call_releases_nothing():

@@ -14,7 +14,7 @@ from mxjax.discovery.studies import checker_cases, figures, study, tables
 from mxjax.discovery.studies.arms import ARMS
 from mxjax.discovery.studies.results import Results
 from mxjax.discovery.studies.tables import PAPER
-from mxjax.discovery.tasks import synthetic, world
+from mxjax.discovery.tasks import world
 from mxjax.evaluation.measures.statistics import compare_seeds, share_interval
 
 BUDGET = 20
@@ -145,7 +145,7 @@ def test_outcomes_of_other_runs_save_time_and_no_calls(folder):
 def test_the_ideal_is_beyond_what_a_search_reached(folder):
   found = folder.landmarks(4)
   last = folder.run("quantforge", 4)["marks"][-1][2]
-  assert found["ideal"] < last <= found["initial"] + synthetic.MARGIN
+  assert found["ideal"] < last <= found["initial"] + world.MARGIN
   assert found["ideal"] < found["gate"] < found["initial"]
 
 

@@ -12,6 +12,7 @@ from mxjax.discovery.audit import verify
 from mxjax.discovery.core import store, task
 from mxjax.discovery.core.task import Call, ContractError
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search import runs
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 INITIAL = """
@@ -31,13 +32,17 @@ import numpy as np
 from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.residual import Explanation
 
+DESCRIPTION = "Four numbers a row, to be made small."
 ROW = ("float32", (4,))
 HOOKS = {
-  "clean": {"arguments": {"x": ROW}, "outputs": [ROW], "batched": ["x"]},
-  "shift": {"arguments": {"x": ROW}, "outputs": [ROW]},
+  "clean": {"arguments": {"x": ROW}, "outputs": [ROW], "batched": ["x"],
+            "doc": "A row, made smaller."},
+  "shift": {"arguments": {"x": ROW}, "outputs": [ROW], "doc": "The first row, moved."},
 }
 MARGINS = {"loss": 1e-3}
+OBSERVABLES = {"loss": "mean magnitude, without unit"}
 PLAN = {"power": (1, 2)}
+PLAN_DOCS = {"power": "the power of magnitudes that counts"}
 DATA = np.load(pathlib.Path(__file__).parent / "rows.npy")
 ACCOUNTS = (
   Explanation("acts", "smaller rows", {"primary": {"loss": "down"}}),
@@ -57,16 +62,20 @@ def evaluate(hooks, held_out=False, plan=None):
 """
 
 
-@pytest.fixture
-def folder(tmp_path):
+def write(place):
+  """Writes the two files, and data beside them."""
   import numpy as np
 
-  place = tmp_path / "mine"
   place.mkdir()
   (place / "initial.py").write_text(INITIAL)
   (place / "evaluate.py").write_text(EVALUATE)
   np.save(place / "rows.npy", np.ones((6, 4), np.float32))
   return place
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return write(tmp_path / "mine")
 
 
 def calls(mine, *sources):
@@ -93,10 +102,11 @@ def test_two_files_run_in_the_strict_jail(folder, tmp_path, capsys):
   assert set(outcomes) <= {3.0, 2.5, 4.0}
   assert min(outcomes) == 2.5
   assert "champion" in capsys.readouterr().out
-  assert not verify.verify(out, 2).complaints
+  trusted = runs.Trusted(task={"task": str(folder)})
+  assert not verify.verify(out, 2, trusted=trusted).complaints
 
 
-def test_values_plan_held_out_and_revert(folder):
+def test_values_plan_and_held_out(folder):
   mine = task.load({"task": str(folder)})
   initial = mine.interface.default_source()
   edited = initial.replace("return GAIN * x", "return 0 * x").replace("x + 1", "x + 2")
@@ -104,11 +114,6 @@ def test_values_plan_held_out_and_revert(folder):
   assert values(*first).values == {"loss": 3.0}
   executor, call = second
   assert values(executor, call).values == {"loss": 3.0}
-  parent = {"computation": dict(first[1].computation), "plan": {}}
-  revert = {"kind": "revert", "hook": "shift", "parent": parent}
-  # The parent's hook must be known to the executor that runs it.
-  executor.trace(initial)
-  assert values(executor, call._replace(intervention=revert)).values == {"loss": 2.0}
   bad = call._replace(intervention={"kind": "colour"})
   assert values(executor, bad).status == "contract"
   held_out = mine.holdout()
@@ -126,10 +131,16 @@ def test_values_plan_held_out_and_revert(folder):
     ("evaluate.py", "MARGINS = ", "MARGIN = ", "expected MARGINS, a nonempty"),
     (
       "evaluate.py",
-      '"outputs": [ROW]}',
-      '"results": [ROW]}',
+      '"outputs": [ROW], "doc": "The',
+      '"results": [ROW], "doc": "The',
       r"HOOKS\['shift'\] needs",
     ),
+    ("evaluate.py", "ROW = (", "ROW = = (", "that can be imported, got SyntaxError"),
+    ("evaluate.py", "ROW = (", "raise SystemExit(1)\nROW = (", "got SystemExit"),
+    ("evaluate.py", "1e-3}", "float('nan')}", "expected finite margins"),
+    ("evaluate.py", "1e-3}", "-1.0}", "expected finite margins"),
+    ("evaluate.py", '"float32", (4,)', '"float33", (4,)', r"HOOKS\['clean'\] needs"),
+    ("evaluate.py", '"float32", (4,)', '"float32", (-4,)', r"HOOKS\['clean'\] needs"),
   ],
 )
 def test_what_the_files_lack_is_said(folder, tmp_path, capsys, file, old, new, message):
@@ -165,8 +176,10 @@ def test_a_module_in_the_current_folder_is_found_by_all_processes(tmp_path):
   subprocess.run(run, cwd=tmp_path, check=True, capture_output=True)
   spec = json.loads((tmp_path / "out" / "run.json").read_text())["task"]
   assert spec == {"task": "mymod:Denoise", "path": str(tmp_path)}
-  elsewhere = [*command, "verify", str(tmp_path / "out")]
-  subprocess.run(elsewhere, cwd="/", check=True, capture_output=True)
+  verify_ = [*command, "verify", str(tmp_path / "out")]
+  assert subprocess.run(verify_, cwd="/", capture_output=True).returncode == 2
+  verify_ += ["--task", "mymod:Denoise"]
+  subprocess.run(verify_, cwd=tmp_path, check=True, capture_output=True)
 
 
 def test_a_missing_module_leaves_nothing(tmp_path, monkeypatch, capsys):

@@ -134,6 +134,7 @@ def test_a_plan_counts_every_array_of_a_run(dtype, size):
 def planned_peak(case):
   """The rule's answer for a case of benchmarks/plan_memory.py."""
   values = {
+    "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": case["vocabulary"],
     "hidden_size": case["width"],

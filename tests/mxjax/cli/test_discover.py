@@ -135,7 +135,6 @@ REFUSED = [
   ("run --out x --budget 0", "argument --budget"),
   ("run --out x --proposals-per-call -1", "argument --proposals-per-call"),
   ("run --out x --max-tokens -1", "argument --max-tokens"),
-  ("run --out x --screen nan", "argument --screen"),
   ("run --out x --config /no/such.toml", "/no/such.toml"),
   ("run --out x --config", "expected one argument"),
   ("run --out x --task-options {objective:kl}", "expected a JSON object in --task-"),
@@ -155,9 +154,8 @@ TOGETHER = [
   ("--model x", "no model or dtype for --task world, got x"),
   ("--transfer-model x", "no model or dtype"),
   ("--paper-allocation --budget 100", "allocation of 100 calls"),
-  ("--screen 1", "has no proxy; leave out --screen"),
   ("--start hires", "--start: program: PLAN"),
-  ("--proposer expressions", "has no grammar"),
+  ("--proposer expressions", "unknown proposer 'expressions'"),
   ("--proposer magic", "unknown proposer 'magic'"),
   ("--proposer cassette", "expected --cassette with the file"),
   ("--endpoint http://x", "--proposer llm or cassette beside --endpoint"),
@@ -165,7 +163,7 @@ TOGETHER = [
   ("--answers a", "--proposer human beside --answers"),
   (
     "--contested-accounts --proposer human",
-    "--proposer embedded or expressions beside --contested-accounts",
+    "--proposer embedded beside --contested-accounts",
   ),
 ]
 """Options that do not go together, of `run` and of `plan`."""

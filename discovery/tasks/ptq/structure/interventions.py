@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mxjax.discovery.core.interventions import Intervention, Interventions, Value
+from mxjax.discovery.core.residual import Rival
 from mxjax.discovery.core.task import Call, ContractError
+from mxjax.discovery.tasks.ptq.interface import INTERFACE
+from mxjax.discovery.tasks.ptq.options import PtqOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +40,6 @@ PARTS: Mapping[str, Callable[[int, str], bool]] = {
   "mlp": lambda layer, block: block == "mlp",
 }
 """Linears selected by each `scope`, as a predicate of layer and block."""
-INTERVENTIONS: Mapping[str, str] = {
-  "shuffle_stats": "{hooks}: each block or head is told its neighbour's statistics, an "
-  "MLP those of the layer before",
-  "random_map": "the map is replaced by a fixed random rotation",
-  "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
-  "dose": "{factor}: the balance scaled",
-  "other_text": "the candidate is scored on windows that no primary run sees, its "
-  "parent as well, if the task has other_windows",
-  "permute": "{part: mlp|values}: these channels in a fixed random order, in all "
-  "layers or those of {layers: [first, end]}, without the end",
-}
-"""Changes that a control may make; see `behaviours`."""
 TOLD = (
   "solve",
   "transform",
@@ -58,6 +50,48 @@ TOLD = (
   "recover_mlp",
 )
 """Hooks whose units are told statistics that a neighbour also has."""
+INTERVENTIONS: Interventions = {
+  "shuffle_stats": Intervention(
+    doc="each block or head is told its neighbour's statistics, an MLP those of the "
+    "layer before",
+    example={"kind": "shuffle_stats", "hooks": ["encode_weight"]},
+    values={
+      "hooks": Value(doc="hooks that are told so", one_of=TOLD, several=True),
+    },
+  ),
+  "random_map": Intervention(
+    doc="a fixed random rotation in the place of the map T",
+    example={"kind": "random_map"},
+  ),
+  "scope": Intervention(
+    doc="the edit in some linears only, the parent in the others; not for edits of "
+    "encode_act or of a recovery, which are not divided over linears",
+    example={"kind": "scope", "part": "attention"},
+    values={
+      "part": Value(doc="the linears with the edit", one_of=tuple(PARTS)),
+    },
+    of_parent=True,
+  ),
+  "dose": Intervention(
+    doc="the log2 scales of the hook balance times a factor",
+    example={"kind": "dose", "factor": -1.0},
+    values={"factor": Value(doc="the factor", bounds=(-4.0, 4.0))},
+  ),
+  "other_text": Intervention(
+    doc="the candidate and its parent are scored on windows that no primary run sees; "
+    "the only observable is `other_text`, and it costs by its tokens",
+    example={"kind": "other_text"},
+  ),
+  "permute": Intervention(
+    doc="these channels in a fixed random order",
+    example={"kind": "permute", "part": "mlp"},
+    values={
+      "part": Value(doc="which channels", one_of=("mlp", "values")),
+      "layers": Value(doc="in these layers only", span=True, optional=True),
+    },
+  ),
+}
+"""Changes that a control may make; see `behaviours`."""
 RECOVERY: Mapping[str, tuple[str, ...]] = {
   "attention": ("measure_value", "recover_value"),
   "mlp": ("measure_mlp", "recover_mlp"),
@@ -104,7 +138,7 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       # Whatever it lacks: unchanged, the candidate would pass for its own control.
       raise ContractError(
         f"ptq: unknown intervention {change.get('kind')!r}, or one without its values; "
-        f"use one of {dict(INTERVENTIONS)}."
+        f"use one of {[*INTERVENTIONS]}."
       )
   return lambda layer, block: behaviour
 
@@ -115,3 +149,57 @@ def _same_recovery(key: str, one: Behaviour, other: Behaviour) -> bool:
     return not other.plan[key]
   alike = all(one.hooks.get(name) == other.hooks.get(name) for name in RECOVERY[key])
   return bool(other.plan[key]) and alike
+
+
+def refusal(
+  intervention: Mapping[str, Any], own: Call, parent: Call, options: PtqOptions
+) -> str:
+  """Returns why a control would change nothing, or could not be made; or nothing.
+
+  Everything that can be known without a call is known here, before it is charged.
+  """
+  kind, plan = intervention["kind"], own.plan
+  changed = {
+    name
+    for name in own.computation
+    if own.computation[name] != parent.computation.get(name)
+  }
+  match dict(intervention):
+    case {"kind": "shuffle_stats", "hooks": hooks}:
+      if idle := [h for h in hooks if not INTERFACE.hook(h).is_active(plan)]:
+        return f"{kind}: this plan never calls {', '.join(idle)}"
+      if "recover_mlp" in hooks and options.layer_count < 2:
+        return f"{kind}: recover_mlp needs two layers, got {options.layer_count}"
+      if plan["transform"] == "reached" and {*hooks} - {"encode_act"}:
+        return f"{kind}: transform reached maps blocks one by one; use scope"
+    case {"kind": "random_map"} if plan["transform"] in ("off", "reached"):
+      return f"{kind}: there is no map to replace with transform {plan['transform']}"
+    case {"kind": "scope"}:
+      whole = {"encode_act", *(name for names in RECOVERY.values() for name in names)}
+      keys = [k for k in (*RECOVERY, "tables") if plan[k] != parent.plan[k]]
+      if both := sorted(changed & whole) + keys:
+        return f"{kind}: it cannot divide an edit of {', '.join(both)} over linears"
+    case {"kind": "dose"} if plan["balance"] == "off":
+      return f"{kind}: this plan has balance off"
+    case {"kind": "other_text"}:
+      if options.other_windows is None or options.objective == "fit3":
+        return f"{kind}: this task has no other windows, or an objective on two texts"
+    case {"kind": "permute", "layers": [_, end]} if end > options.layer_count:
+      return f"{kind}: there are {options.layer_count} layers, got an end of {end}"
+  return ""
+
+
+def rivals(own: Call, parent: Call, options: PtqOptions) -> list[Rival]:
+  """Returns what else could explain a gain: any map, or luck of the text."""
+  found = []
+  shaping = ("transform", "solve", "measure_inputs", "measure_weights")
+  active = [own.active(INTERFACE), parent.active(INTERFACE)]
+  if own.plan["transform"] in ("measured", "solved") and (
+    active[0].part(shaping) != active[1].part(shaping)
+  ):
+    told = "any rotation of the block does the same, whatever it was made of"
+    found.append(Rival("any map would do", told, {"kind": "random_map"}))
+  if options.other_windows is not None and options.objective != "fit3":
+    told = "the score's text happens to suit the edit"
+    found.append(Rival("luck of this text", told, {"kind": "other_text"}, keeps=False))
+  return found

@@ -65,7 +65,6 @@ def test_a_program_runs_with_the_rule_of_hires_and_its_own_is_not_called():
 def test_nothing_proposes_or_asks_about_a_rule_that_is_frozen():
   frozen = set(interface.INTERFACE.names) - set(TASK.interface.names)
   assert frozen == {"encode_act"}
-  assert frozen.isdisjoint(TASK.grammar.hooks)
   assert all(frozen.isdisjoint(t.hooks) for t in TASK.edit_templates)
   assert len(TASK.edit_templates) < len(PtqTask(**OPTIONS).edit_templates)
   assert all(frozen.isdisjoint(names) for names in TASK.regimes.values())

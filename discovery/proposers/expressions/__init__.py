@@ -1,1 +1,0 @@
-"""Candidates from typed expression trees, varied and recombined by draws."""

@@ -1,0 +1,268 @@
+"""A language model as the proposer: repair turns, the free proxy, and what it costs."""
+
+import dataclasses
+import json
+
+import pytest
+
+from mxjax.discovery.core import store
+from mxjax.discovery.core.proposal import ProposerError
+from mxjax.discovery.proposers import endpoint, llm
+from mxjax.discovery.tasks import world
+from tests.discovery import searching
+from tests.discovery.proposers import test_prompt as told_
+
+TASK = world.World(seed=3)
+A, B = "attention", "geometry"
+MECHANISM = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
+
+
+class Model:
+  """A client that answers from a list, and keeps what it was asked."""
+
+  name = "llm:script"
+
+  def __init__(self, *replies):
+    self.replies, self.requests = list(replies), []
+
+  def complete(self, request):
+    self.requests.append(request)
+    if not self.replies:
+      raise ProposerError("the script has ended")
+    text = self.replies.pop(0)
+    text = text if isinstance(text, str) else json.dumps(text)
+    return endpoint.Reply(
+      text=text, model="m", finish_reason="stop", input_tokens=3, output_tokens=2
+    )
+
+  @property
+  def told(self):
+    """The last message of each request."""
+    return [request["messages"][-1]["content"] for request in self.requests]
+
+
+def code(act, site=A):
+  return f"def {site}(x):\n  return {act}\n"
+
+
+RIGHT = code(f"x + 0.5 * {world.OPERATIONS[MECHANISM][0]}")
+
+
+def account(name, **rows):
+  return {"name": name, "statement": name, "predictions": rows}
+
+
+def answer(**changes):
+  """The right edit with a question that a control decides."""
+  return {
+    "label": "an edit",
+    "code": RIGHT,
+    "residual": f"excess_{A}",
+    "explanations": [
+      account("act", primary={"loss": "down"}, other={"loss": "lost"}),
+      account("place", primary={"loss": "down"}, other={"loss": "kept"}),
+    ],
+    "controls": [{"name": "other", "intervention": {"kind": "permute", "site": A}}],
+    **changes,
+  }
+
+
+def run(folder, *replies, ask=None, **config):
+  model = Model(*replies)
+  proposer = llm.LlmProposer(model, TASK)
+  options = {"seed": 3, "budget": 20, "mark_every": 20, **config}
+  running = searching.run(folder, TASK, proposer, ask=ask, **options)
+  events = store.read_events(folder)
+  return (
+    running,
+    model,
+    {
+      name: [e for e in events if e["event"] == name]
+      for name in (
+        "outcome",
+        "packet",
+        "refused",
+        "verdict",
+        "demand",
+        "check",
+        "program",
+      )
+    },
+  )
+
+
+def control(**intervention):
+  return [{"name": "other", "intervention": intervention}]
+
+
+REFUSED = {
+  "JSON": ("I would rather not.", "expected one JSON object"),
+  "admission": (answer(code="import os\n" + RIGHT), "import of os"),
+  "tracing": (answer(code=code("x + y")), "trace_failed: NameError"),
+  "shape": (answer(code=code("x[:4]")), "refused: "),
+  "a sole account": (
+    answer(explanations=answer()["explanations"][:1]),
+    "'act' alone",
+  ),
+  "an observable without a margin": (
+    answer(
+      explanations=[
+        account("act", primary={"loss": "down"}, other={"layer_0": "down"}),
+        account("place", primary={"loss": "down"}, other={"layer_0": "same"}),
+      ]
+    ),
+    "which no margin is registered for",
+  ),
+  "accounts that nothing tells apart": (
+    answer(
+      explanations=[
+        account("act", primary={"loss": "down"}),
+        account("place", primary={"loss": "down"}),
+      ]
+    ),
+    "nothing allowed separates act / place",
+  ),
+  "a condition that is no control": (
+    answer(controls=[]),
+    "which is no control of this proposal",
+  ),
+  "a fate under primary": (
+    answer(
+      explanations=[
+        account("act", primary={"loss": "lost"}),
+        account("place", primary={"loss": "kept"}),
+      ]
+    ),
+    "under primary",
+  ),
+  "name for kind": (answer(controls=control(name="permute", site=A)), "with `kind`"),
+  "a kind without its site": (answer(controls=control(kind="permute")), "values site"),
+  "a site that is as before": (
+    answer(controls=control(kind="permute", site=B)),
+    f"changes nothing at {B}",
+  ),
+  "a program that is the parent": (
+    answer(controls=control(kind="program", without=[A])),
+    "executes the same",
+  ),
+  "a closed question": (answer(residual="excess_mlp"), "is no open question"),
+}
+
+
+@pytest.mark.parametrize(("first", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_would_be_refused_comes_back_with_the_reason_and_costs_nothing(
+  tmp_path, first, told
+):
+  running, model, events = run(tmp_path, first, answer())
+  assert told in model.told[1]
+  assert "cost no call" in model.told[1]
+  assert not events["refused"]
+  assert [e["verdict"] for e in events["verdict"]] == ["supported"]
+  assert {e["status"] for e in events["outcome"]} == {"ok"}
+  assert running.ledger.spent == 3, "the start, the candidate and its control"
+
+
+def test_there_are_two_repair_turns_and_then_the_refusal_is_booked(tmp_path):
+  bad = answer(controls=control(kind="permute"))
+  running, model, events = run(tmp_path, bad, bad, bad, answer())
+  (refused,) = events["refused"]
+  assert (refused["status"], "values site" in refused["detail"]) == ("question", True)
+  assert running.ledger.proposer["calls"] == 4
+  # The next prompt says why.
+  assert "status question; no gain" in model.told[3]
+  assert "values site" in model.told[3]
+
+
+def test_an_answer_that_is_none_is_booked_as_that_and_not_as_a_program(tmp_path):
+  _, model, events = run(tmp_path, *["no."] * 3, answer())
+  (refused,) = events["refused"]
+  assert refused["status"] == "unusable"
+  assert "expected one JSON object" in refused["detail"]
+  shown = model.told[3].split("unusable answer")[1]
+  assert "duplicate" not in shown
+  assert "-def " not in shown, "no diff that deletes the program"
+
+
+def test_the_last_turn_is_inside_the_budget_of_the_proposer(tmp_path):
+  _, model, _ = run(tmp_path, "no.", answer(), max_tokens=5)
+  assert len(model.requests) == 1
+
+
+class Breaking(world.World):
+  """A world whose control `dose` fails when it runs, whatever its form."""
+
+  def run(self, call, artifacts, before):
+    """See `World.run`."""
+    if call.intervention.get("kind") == "dose":
+      raise RuntimeError("out of luck")
+    return super().run(call, artifacts, before)
+
+
+def test_a_control_that_fails_is_shown_and_is_no_evidence(tmp_path):
+  dose = control(kind="dose", site=A, factor=0.1)
+  model = Model(
+    answer(controls=dose), answer(controls=dose, code=code("-x", B) + RIGHT)
+  )
+  proposer = llm.LlmProposer(model, Breaking(seed=3))
+  searching.run(tmp_path, Breaking(seed=3), proposer, seed=3, budget=20)
+  events = store.read_events(tmp_path)
+  first = next(e for e in events if e["event"] == "verdict")
+  assert (first["verdict"], first["reason"]) == ("unresolved", "several_left")
+  assert "other: crashed; RuntimeError: out of luck" in model.told[1]
+  assert "not decided: no new control separates" in model.told[2]
+  assert "could not be run, which is no evidence" in model.told[2]
+  demands = [e["status"] for e in events if e["event"] == "demand"]
+  assert demands[0] == "owed"
+  assert not {"met", "failed", "abandoned"} & {*demands}, "it uses up no attempt"
+
+
+def test_values_of_controls_and_reasons_are_in_the_next_prompt(tmp_path):
+  worse = code("x + 0.5 * x", "mlp")
+  _, model, events = run(
+    tmp_path, answer(), {"label": "elsewhere", "code": worse}, "no"
+  )
+  values = {e["condition"]: e["values"]["loss"] for e in events["outcome"][1:3]}
+  assert f"loss {values['primary']:.4g} (" in model.told[1]
+  assert f"other: ok; loss {values['other']:.4g}" in model.told[1]
+  (check,) = events["check"][:1]
+  assert (
+    f"response extend (an edit) not implemented: {check['detail']}" in model.told[2]
+  )
+
+
+def test_the_free_proxy_answers_before_the_program_is_proposed(tmp_path):
+  class Asked:
+    def answer(self, source, parent, part):
+      assert "0.5" in source and "0.5" not in parent
+      return f"The proxy says 7 of {part}."
+
+  running, model, events = run(tmp_path, answer(ask="q_proj"), answer(), ask=Asked())
+  assert model.told[1].startswith("The proxy says 7 of q_proj. Now answer again")
+  assert running.ledger.spent == 3
+  assert not events["refused"]
+
+
+def test_a_model_is_told_the_same_after_a_resume(tmp_path):
+  replies = [
+    answer(),
+    answer(label="again", code=code("x + 0.1", "mlp"), residual=None),
+  ]
+  first = run(tmp_path / "whole", *replies)[1]
+  second = run(tmp_path / "again", *replies)[1]
+  assert first.requests == second.requests
+  third = run(tmp_path / "whole")[1]
+  assert third.requests == first.requests[-1:], "answers are stored"
+
+
+def test_the_contexts_of_an_arm_without_questions_have_no_rules_for_them():
+  asked = told_.context("score")
+  proposer = llm.LlmProposer(Model({"code": RIGHT, "label": "bare"}), TASK)
+  made = proposer.propose(dataclasses.replace(asked, parent=start()))
+  assert made.residual is None
+  system = proposer._client.requests[0]["messages"][0]["content"]
+  assert "Rules of a question" not in system
+  assert '"code"' in system
+
+
+def start():
+  return told_.record("p", source=TASK.interface.default_source())

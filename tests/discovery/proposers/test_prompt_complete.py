@@ -1,0 +1,184 @@
+"""A prompt explains everything that a model needs to act: of every task, all of it."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from mxjax.discovery.core import interventions, limits
+from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.candidate_source import MAX_BYTES
+from mxjax.discovery.core.proposal import Budget, Step
+from mxjax.discovery.core.residual import FATES, SYMBOLS, Residual
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.tasks import world
+from mxjax.discovery.tasks.ptq import task as ptq
+from tests.discovery.proposers import test_prompt as told_
+from tests.discovery.tasks import test_own_tasks as own
+
+MARGINS = {name: 0.01 for name in ptq.OBSERVABLES if not name.startswith("layer")}
+OPTIONS = {"calibration": [8, 32], "windows": [2, 32], "margins": MARGINS}
+
+
+@pytest.fixture(params=["world", "lucky world", "ptq", "two files"])
+def task(request, tmp_path):
+  if request.param == "ptq":
+    return ptq.PtqTask(model="random:0", **OPTIONS)
+  if request.param == "two files":
+    return task_.load({"task": str(own.write(tmp_path / "mine"))})
+  return world.World(seed=3, luck=0.5 if "lucky" in request.param else 0.0)
+
+
+def text(task, evidence="verdict", **changes):
+  parent = dataclasses.replace(
+    told_.record("p"),
+    source=task.interface.default_source(),
+    values={task.target: 3.0, **dict.fromkeys(task.margins, 0.5)},
+  )
+  given = {"parent": parent, "target": task.target, "champion": parent}
+  given |= {"history": (), "donors": (), "demands": (), **changes}
+  asked = told_.context(evidence, **given)
+  return "\n".join(m["content"] for m in prompt.messages(asked, task))
+
+
+def test_every_hook_is_explained(task):
+  shown = text(task)
+  for hook in task.interface.hooks:
+    assert f"- {hook.signature};" in shown, "arguments and results, shapes and dtypes"
+    assert hook.doc and hook.doc in shown
+    assert f"{hook.doc}\nDefault:\n{hook.default.strip()}" in shown
+    if hook.active_when is not None:
+      key, values = hook.active_when
+      assert f"called if PLAN {key} is {' or '.join(map(repr, values))}" in shown
+    for tree in hook.arguments.values():
+      for name in tree if isinstance(tree, dict) else ():
+        assert f'"{name}": float64' in shown, "keys of statistics"
+  for size in task.interface.sizes:
+    assert all(f"{name} {value}" in shown for name, value in size.items())
+  assert task.interface.header.strip() in shown, "helpers that defaults use"
+
+
+def test_every_plan_key_and_its_values_are_explained(task):
+  shown = text(task)
+  for key, values in task.interface.plan.items():
+    assert re.search(
+      rf"^- {key}: {re.escape(' | '.join(map(repr, values)))}", shown, re.M
+    )
+    assert task.interface.plan_docs[key] in shown
+
+
+def test_every_intervention_is_there_with_its_exact_json(task):
+  known = interventions.of_task(task.interface, task.interventions)
+  shown = text(task)
+  for form in known.values():
+    assert f"  {json.dumps(form.example)} {form.doc}" in shown
+    assert all(f"`{n}` is {v.form}" in shown for n, v in form.values.items())
+  assert '"kind": "program"' in shown
+
+
+def test_every_observable_has_a_meaning_and_every_margin_is_told(task):
+  shown = text(task)
+  for name, margin in task.margins.items():
+    meaning = prompt._meaning(name, task)
+    assert meaning
+    assert f"- {name} (margin {margin:.3g}): {meaning}" in shown
+
+
+def test_every_limit_is_told(task):
+  shown = text(task)
+  numbers = (MAX_BYTES, limits.OPERATIONS, limits.CONSTANT_BYTES)
+  assert all(f"{number} " in shown for number in numbers)
+  assert f"{limits.TRACE_SECONDS:g} s to trace" in shown
+  assert f"{limits.CALL_SECONDS:g} s for a call" in shown
+
+
+def test_the_contract_and_the_rules_of_a_question_are_told(task):
+  shown = text(task)
+  assert task.description in shown
+  assert all(word in shown for word in (*SYMBOLS, *FATES))
+  for rule in (
+    "two accounts or more",
+    "agree about `primary`",
+    "Only observables with a margin",
+    "one failed prediction removes",
+  ):
+    assert rule in " ".join(shown.split())
+  assert "residual" not in text(task, "score").split("Target to lower")[0]
+
+
+def test_the_contract_names_format_scales_and_blocks():
+  shown = ptq.DESCRIPTION
+  assert all(word in shown for word in ("E2M1", "E8M0", "32", "x' = T x"))
+  assert "Weights are rounded once" in shown
+  assert "activations are rounded at run time" in shown
+
+
+def test_what_is_left_is_told_exactly_and_only_where_there_is_a_limit():
+  task = world.World(seed=3)
+  budget = Budget(calls_left=18, calls=30)
+  assert "18 of 30 evaluator calls are left." in text(task, budget=budget)
+  metered = dataclasses.replace(budget, tokens_left=1200, dollars_left=1.5)
+  assert "left, 1200 of your tokens, 1.50 dollars." in text(task, budget=metered)
+
+
+def test_values_come_by_layer_and_by_linear_where_an_arm_may_see_them():
+  task = world.World(seed=3)
+  parts = {"operator_error": {"layer_0/mlp/up": 0.125, "layer_0/mlp/down": 0.25}}
+  parent = dataclasses.replace(told_.record("p"), parts=parts)
+  rows = "operator_error part by part:\n  layer_0: up 0.125, down 0.25"
+  assert rows in text(task, parent=parent)
+  assert "part by part" not in text(task, "score", parent=parent)
+
+
+def test_residuals_come_with_what_has_moved_them_and_the_focus_is_named():
+  task = world.World(seed=3)
+  residual = Residual("p", "excess_mlp", 0.9, 0.5)
+  scopes = {"excess_mlp": ("mlp", "weights")}
+  shown = text(task, residuals=(residual,), scopes=scopes, focus=residual)
+  told = "excess_mlp = 0.9 (open above 0.5; seen to be moved by mlp, weights)"
+  assert f"This round is about {told}." in shown
+  assert f"- {told}" in shown
+
+
+def test_one_demand_is_checked_and_says_where_and_by_how_much():
+  first = told_.demand(about=("excess_mlp",), packet="1")
+  later = told_.demand(about=("loss",), packet="2", label="another")
+  task = world.World(seed=3)
+  shown = text(task, demands=(later, first), checked=first)
+  assert "Required response, checked on this answer: extend" in shown
+  assert "must move excess_mlp beyond its margin" in shown
+  assert "owed later and not checked now: extend" in shown
+  assert shown.index("checked on this answer") < shown.index("owed later")
+
+
+def test_the_lineage_is_short_and_no_donor_brings_its_source():
+  task = world.World(seed=3)
+  donors = (told_.record("donor", 2.75, "# a donor's source\n"),)
+  steps = (
+    Step("start", "the start", 3.0),
+    Step("champion", "a roll at mlp", 2.5, ("mlp",)),
+  )
+  best = told_.record("champion", 2.5, "# the champion's source\n")
+  asked = told_.context(donors=donors, lineage=steps, champion=best)
+  shown = prompt.messages(asked, task)[1]["content"]
+  assert "champion loss 2.5: a roll at mlp (changed mlp)" in shown
+  assert "# the champion's source" in shown
+  assert "Also retained: donor loss 2.75" in shown
+  assert "# a donor's source" not in shown
+
+
+def test_a_task_without_words_is_refused_by_name(tmp_path):
+  folder = own.write(tmp_path / "mine")
+  path = folder / "evaluate.py"
+  path.write_text(
+    path.read_text().replace('"doc"', '"dock"').replace("DESCRIPTION", "D")
+  )
+  with pytest.raises(ValueError) as caught:
+    prompt.check_described(task_.load({"task": str(folder)}))
+  for part in (
+    "a description",
+    "the doc of the hook clean",
+    "DESCRIPTION, OBSERVABLES",
+  ):
+    assert part in str(caught.value)

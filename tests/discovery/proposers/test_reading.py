@@ -1,0 +1,105 @@
+"""What a language model sends is read: cheap forms, and whatever stands around them."""
+
+import json
+
+import pytest
+
+from mxjax.discovery.core import candidate_source
+from mxjax.discovery.core.candidate_source import admit
+from mxjax.discovery.proposers import llm, reading
+from mxjax.discovery.tasks import world
+from tests.discovery.proposers import replies
+
+TASK = world.World(seed=3)
+SOURCE = TASK.interface.default_source()
+FENCE = "`" * 3
+EDIT = "def mlp(x):\n  return x + 0.5 * jnp.roll(x, 1)\n"
+GOOD = json.dumps({"code": EDIT, "label": "a"})
+TICKS = json.dumps(
+  {"code": EDIT.replace("return", f"# {FENCE}\n  return"), "label": "a"}
+)
+SHAPES = {
+  "bare": GOOD,
+  "thinking tags": f"<think>hm {{x}}</think>\n{GOOD}",
+  "thinking without its beginning": f"hm {GOOD[:9]}</think>\n{GOOD}",
+  "thinking with code": f"<think>{FENCE}python\nx\n{FENCE}</think>\n{FENCE}json\n{GOOD}"
+  f"\n{FENCE}",
+  "code fence first": f"{FENCE}python\nx\n{FENCE}\n{FENCE}json\n{GOOD}\n{FENCE}",
+  "upper case": f"{FENCE}JSON\n{GOOD}\n{FENCE}",
+  "prose before": f"Here it is:\n{GOOD}",
+  "prose after": f"{GOOD}\nHope this helps!",
+  "byte order mark": "\ufeff" + GOOD,
+  "fence inside the source": f"Answer:\n{FENCE}json\n{TICKS}\n{FENCE}",
+  "nulls": json.dumps(
+    {"code": EDIT, "label": "a", "explanations": None, "residual": None, "plan": None}
+  ),
+  "another object first": f'{{"a": 1}} and then {GOOD}',
+  "line breaks inside a string": '{"label": "a", "code": "' + EDIT + '"}',
+  "code in a fence after it": f'{{"label": "a"}}\n{FENCE}python\n{EDIT}{FENCE}',
+  "code in a fence before it": f'{FENCE}py\n{EDIT}{FENCE}\n{{"label": "a"}}',
+}
+
+
+def proposal(text):
+  return llm.read(text).proposal(SOURCE, TASK.interface, {"calls": 1})
+
+
+@pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES)
+def test_an_answer_is_read_in_every_shape(text):
+  made = proposal(text)
+  assert made.label == "a"
+  assert admit(made.source, TASK.interface).hooks["mlp"].endswith("jnp.roll(x, 1)")
+
+
+def test_changed_hooks_and_plan_entries_are_merged_into_the_parent():
+  parent = SOURCE.replace(
+    "def weights(x):\n  return x", "def weights(x):\n  return 2 * x"
+  )
+  answer = llm.read(json.dumps({"code": EDIT, "plan": {"remeasure": True}}))
+  made = answer.proposal(parent, TASK.interface, {"calls": 1})
+  program = admit(made.source, TASK.interface)
+  assert program.plan == {"remeasure": True}
+  assert "2 * x" in program.hooks["weights"]
+  assert "jnp.roll" in program.hooks["mlp"]
+  assert made.declared == ("mlp", "remeasure"), "what differs is declared"
+  assert "-  return x\n+  return x + 0.5" in candidate_source.diff(parent, made.source)
+  assert "weights" not in candidate_source.diff(parent, made.source), "the rest stays"
+  whole = llm.read(json.dumps({"source": SOURCE + "A = 1\n", "declared": ["mlp"]}))
+  assert whole.proposal(SOURCE, TASK.interface, {}).declared == ("mlp",)
+
+
+WRONG = {
+  "no JSON": ("Sorry, I cannot.", "expected one JSON object"),
+  "torn": (GOOD[:-5], "got text that is no JSON"),
+  "no field of ours": ('{"answer": 1}', "got one with answer"),
+  "an unknown field": ('{"code": "x", "colour": 1}', "colour: Extra inputs"),
+  "a wrong symbol": (
+    json.dumps(
+      {"code": EDIT, "explanations": [replies.account("a", primary={"loss": "less"})]}
+    ),
+    "explanations.0.predictions.primary.loss",
+  ),
+  "no change": ('{"label": "a"}', "expected `code`"),
+  "both forms": (json.dumps({"code": EDIT, "source": SOURCE}), "got both"),
+  "an unknown plan key": ('{"plan": {"colour": 1}}', "got colour"),
+  "code that does not parse": ('{"code": "def mlp(x:"}', "does not parse"),
+  "too deep": ('{"label": ' + "[" * 9999, "nested too deep"),
+  "too long": ("x" * (reading.MAX_ANSWER + 1), "at most"),
+  "a long label": (json.dumps({"code": EDIT, "label": "x" * 999}), "label: "),
+  "many names": (json.dumps({"code": EDIT, "declared": ["x"] * 99}), "declared: "),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG.values(), ids=WRONG)
+def test_what_is_no_answer_is_said_in_a_sentence(text, told):
+  with pytest.raises(ValueError) as caught:
+    proposal(text)
+  assert told in str(caught.value)
+  assert "pydantic" not in str(caught.value)
+  assert len(str(caught.value)) < 1000
+
+
+def test_what_a_model_says_of_the_cost_of_a_control_is_not_kept():
+  control = {"name": "c", "intervention": {"kind": "permute"}, "cost": 99}
+  made = proposal(json.dumps({"code": EDIT, "controls": [control]}))
+  assert made.controls[0].cost == 1

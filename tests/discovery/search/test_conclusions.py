@@ -1,0 +1,307 @@
+"""What a verdict concludes: about the edit, about its parts, and beside rivals of ours.
+
+The first two are experiments that a language model ran on a small model, with the
+numbers that were measured then.
+"""
+
+import types
+
+import pytest
+
+from mxjax.discovery.core import residual, store, verdict
+from mxjax.discovery.core.packet import Condition, Packet
+from mxjax.discovery.core.proposal import Proposal, ProposerError, Record
+from mxjax.discovery.core.residual import Control, Explanation
+from mxjax.discovery.core.task import Call, Outcome, Status
+from mxjax.discovery.search import registration, resolution, rivals
+from mxjax.discovery.tasks import world
+from mxjax.discovery.tasks.ptq import task as ptq
+from tests.discovery import searching
+from tests.discovery.proposers import replies
+
+MARGINS = {"kl": 0.0074, "operator_error": 0.00025, "weight_error": 0.00013}
+PTQ = types.SimpleNamespace(target="kl", margins=MARGINS)
+
+
+def ran(parent, candidate, **controls):
+  """An attempt whose conditions gave these values."""
+  outcome = lambda values: Outcome(Status.OK, values, {"encode_act": str(values)})
+  names = ["primary", *controls]
+  conditions = tuple(
+    Condition(
+      name, "control" if name in controls else "candidate", Call({}, {}, {}), 1, name
+    )
+    for name in names
+  )
+  record = Record("p", "", "", 1, {}, {}, "parent", parent, {})
+  packet = Packet(
+    program="c", parent="p", conditions=conditions, margins=MARGINS, evaluator=""
+  )
+  outcomes = {"primary": outcome(candidate)} | {
+    k: outcome(v) for k, v in controls.items()
+  }
+  proposal = Proposal(source="", label="edit")
+  return registration.Attempt(proposal, None, record, (), packet, outcomes)
+
+
+def concluded(accounts, attempt):
+  seen = resolution.observed(PTQ, attempt)
+  told = {"is_safe": True, "is_equivalent": False}
+  return seen, verdict.resolve(accounts, seen, "kl", **told)
+
+
+def accounts(*given):
+  return tuple(Explanation(**each) for each in given)
+
+
+# What is left of the edit's own change.
+
+NEIGHBOURS_TABLES = ran(
+  {"operator_error": 0.02290, "kl": 0.1252},
+  {"operator_error": 0.01904, "kl": 0.1065},
+  neighbour={"operator_error": 0.02248, "kl": 0.1331},
+)
+
+
+def test_tables_of_a_neighbour_that_lose_most_of_the_effect_bear_the_true_account_out():
+  """They lose 89 % of it, and are below the parent all the same."""
+  seen, finding = concluded(
+    accounts(replies.OWN_METRIC, replies.SMOOTHING), NEIGHBOURS_TABLES
+  )
+  assert seen["neighbour"]["operator_error"] == "down"
+  assert seen["neighbour"]["operator_error of the edit"] == "lost"
+  assert seen["neighbour"]["kl of the edit"] == "reversed"
+  assert finding.survivors == ("own metric",)
+  assert finding.excluded == {"smoothing": "neighbour"}
+  assert (finding.verdict, finding.explicit) == ("supported", "control")
+
+
+def test_a_direction_from_the_parent_would_exclude_it():
+  """Which is what the symbols of before could say."""
+  up = replies.account("own metric", neighbour={"operator_error": "up"})
+  down = replies.account("smoothing", neighbour={"operator_error": "down"})
+  _, finding = concluded(accounts(up, down), NEIGHBOURS_TABLES)
+  assert finding.survivors == ("smoothing",)
+
+
+@pytest.mark.parametrize(
+  ("edit", "controlled", "expected"),
+  [
+    (-1.0, -0.9, "kept"),
+    (-1.0, -0.51, "kept"),
+    (-1.0, -0.5, "lost"),
+    (-1.0, 0.0, "lost"),
+    (-1.0, 0.1, "lost"),
+    (-1.0, 0.11, "reversed"),
+    (-1.0, -1.5, "kept"),
+    (1.0, 0.6, "kept"),
+    (1.0, -0.2, "reversed"),
+    (0.1, 5.0, None),
+  ],
+)
+def test_fates_have_borders(edit, controlled, expected):
+  assert residual.fate(edit, controlled, 0.1) == expected
+
+
+def test_what_is_reversed_is_lost_and_not_the_other_way_round():
+  assert residual.consistent({"x": "lost"}, {"x": "reversed"})
+  assert not residual.consistent({"x": "reversed"}, {"x": "lost"})
+  assert not residual.disagree({"x": "lost"}, {"x": "reversed"})
+  assert residual.disagree({"x": "kept"}, {"x": "reversed"})
+
+
+def test_an_account_may_predict_direction_and_fate_of_one_observable():
+  both = Explanation("a", "", {"c": {"loss": "down", "loss of the edit": "lost"}})
+  assert both.predicts("c") == {"loss": "down", "loss of the edit": "lost"}
+  assert Explanation("a", "", {"c": {"loss": "lost"}}).predicts("c") == {
+    "loss of the edit": "lost"
+  }
+  assert not residual.disagree({"loss": "down"}, {"loss of the edit": "kept"})
+
+
+# Which part of an edit carries the target.
+
+WEIGHTS = ["encode_weight"]
+CHOICE = replies.account(
+  "exponent choice",
+  primary={"weight_error": "down", "kl": "down"},
+  neighbour={"weight_error": "up"},
+)
+RANGE = replies.account(
+  "range",
+  primary={"weight_error": "down", "kl": "down"},
+  neighbour={"weight_error": "down"},
+)
+
+
+def mixed(plan="full"):
+  """The calls of an edit of map, weights and activations, and of its parent."""
+  hooks = {hook.name: hook.name for hook in ptq.INTERFACE.hooks}
+  parent = Call(hooks, ptq.INTERFACE.default_plan | {"transform": "measured"}, {})
+  changed = dict.fromkeys(("transform", "encode_weight", "encode_act"), "another")
+  plan = dict(parent.plan) | {"curvature": plan}
+  return Call({**hooks, **changed}, plan, {}), parent
+
+
+def of_weights(told):
+  """The fourth answer: an edit of three hooks, whose control is about weights."""
+  return Proposal(
+    source="",
+    label="champion with chosen weight exponents and a more damped map",
+    residual="weight_error",
+    explanations=accounts(CHOICE, RANGE),
+    controls=(Control("neighbour", {"kind": "shuffle_stats", "hooks": WEIGHTS}),),
+    declared=("transform", "encode_act", "encode_weight"),
+  )
+
+
+def test_the_part_that_the_controls_take_away_is_the_claimed_one():
+  task = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
+  claimed = rivals.claimed(task, of_weights(task), *mixed())
+  assert claimed == ("encode_weight", "curvature"), "with the key that switches it on"
+  told, controls = rivals.of(task, of_weights(task), *mixed())
+  another = next(e for e in told if e.name == rivals.ANOTHER_PART)
+  name = rivals.PREFIX + rivals.ANOTHER_PART
+  assert another.rival
+  assert another.predicts(name) == {"log_ppl of the edit": "kept"}
+  assert told[0].predicts(name) == {"log_ppl of the edit": "lost"}
+  change = next(c.intervention for c in controls if c.name == name)
+  assert change == {"kind": "program", "without": [*claimed]}
+
+
+def test_a_gain_that_stays_without_the_claimed_part_supports_nothing():
+  """The weights' error fell as predicted, and the divergence by another part."""
+  name = rivals.PREFIX + rivals.ANOTHER_PART
+  rival = Explanation(
+    rivals.ANOTHER_PART,
+    "",
+    {"primary": {"kl": "down"}, name: {"kl": "kept"}},
+    rival=True,
+  )
+  focal, other = accounts(CHOICE, RANGE)
+  told = {**focal.predictions, name: {"kl": "lost"}}
+  focal = Explanation(focal.name, focal.statement, told)
+  before = {"weight_error": 0.0123, "kl": 0.1252}
+  candidate = {"weight_error": 0.0116, "kl": 0.1107}
+  wrong = {"weight_error": 0.0130, "kl": 0.0964}
+  without = {"weight_error": 0.0123, "kl": 0.1065}
+  attempt = ran(before, candidate, neighbour=wrong, **{name: without})
+  _, finding = concluded((focal, other, rival), attempt)
+  assert finding.survivors == (rivals.ANOTHER_PART,)
+  assert (finding.verdict, finding.excluded[focal.name]) == ("target_only", name)
+  # Without our rival the same observations bore the focal account out.
+  _, finding = concluded(accounts(CHOICE, RANGE), attempt)
+  assert finding.verdict == "supported"
+  lost = ran(before, candidate, neighbour=wrong, **{name: before})
+  _, finding = concluded((focal, other, rival), lost)
+  assert (finding.verdict, finding.survivors) == ("supported", (focal.name,))
+
+
+def test_a_rival_that_was_never_tested_is_no_other_explanation():
+  rival = Explanation(
+    "size", "", {"primary": {"kl": "down"}, "r": {"kl": "kept"}}, rival=True
+  )
+  up = accounts(
+    replies.account("a", primary={"kl": "up"}),
+    replies.account("b", primary={"kl": "same"}),
+  )
+  _, finding = concluded((*up, rival), NEIGHBOURS_TABLES)
+  assert (finding.reason, finding.survivors) == ("none_left", ())
+
+
+# The same in a run.
+
+TASK = world.World(seed=3)
+A, B = "attention", "geometry"
+
+
+def operation(kind, site=A, amplitude=0.5, task=TASK):
+  name = next(op for op, each in task.truth[site].items() if each == kind)
+  return f"def {site}(x):\n  return x + {amplitude} * {world.OPERATIONS[name][0]}\n"
+
+
+def run(folder, *script, task=TASK, **config):
+  proposer = searching.Scripted(*script, at_end=ProposerError)
+  options = {"seed": 3, "budget": 30, "mark_every": 30, **config}
+  running = searching.run(folder, task, proposer, **options)
+  events = store.read_events(folder)
+  of = lambda name: [e for e in events if e["event"] == name]
+  return running, of, proposer.contexts
+
+
+STRAW = (
+  Explanation("true", "", {"primary": {"loss": "down"}}),
+  Explanation("straw", "", {"primary": {"loss": "up"}}),
+)
+
+
+def proposed(code, **told):
+  given = {"label": "edit", "residual": f"excess_{A}", "explanations": STRAW, **told}
+  return lambda context: Proposal(
+    source=registration.with_functions(context.parent.source, code), **given
+  )
+
+
+def with_capacity():
+  """A world in which any edit of a size gains at the first site."""
+  for seed in range(3, 60):
+    task = world.World(seed=seed)
+    first = next(s for s in world.SITES if s not in task.prerequisite)
+    if "capacity" in task.truth[first].values():
+      return task, first
+  raise AssertionError
+
+
+def test_a_straw_man_supports_nothing(tmp_path):
+  task, site = with_capacity()
+  told = {"residual": f"excess_{site}", "declared": (site,)}
+  edit = proposed(operation("capacity", site, task=task), **told)
+  _, of, _ = run(tmp_path / "size", edit, task=task)
+  (found,) = of("verdict")
+  assert (found["verdict"], found["survivors"]) == (
+    "target_only",
+    ["any edit of this size"],
+  )
+  _, of, _ = run(tmp_path / "act", proposed(operation("mechanism"), declared=(A,)))
+  (found,) = of("verdict")
+  assert (found["verdict"], found["excluded"]["any edit of this size"]) == (
+    "supported",
+    "rival: any edit of this size",
+  )
+
+
+def test_rivals_cost_a_call_only_where_the_focal_account_may_claim_a_gain(tmp_path):
+  _, of, _ = run(tmp_path, proposed(operation("inert"), declared=(A,)))
+  assert [e["condition"] for e in of("outcome")] == ["primary", "primary"]
+  assert of("skipped")[0]["controls"] == ["rival: any edit of this size"]
+
+
+def test_another_part_of_an_edit_is_measured_and_not_believed(tmp_path):
+  """A mechanism beside an inert edit, which the question is about."""
+  both = operation("mechanism") + operation("inert", B)
+  asked = Control("other", {"kind": "permute", "site": B})
+  told = (
+    Explanation("b", "", {"primary": {"loss": "down"}, "other": {"loss": "lost"}}),
+    Explanation("c", "", {"primary": {"loss": "down"}, "other": {"loss": "kept"}}),
+  )
+  edit = proposed(both, explanations=told, controls=(asked,), declared=(A, B))
+  _, of, _ = run(tmp_path, edit, sequential=False)
+  (found,) = of("verdict")
+  name = f"rival: {rivals.ANOTHER_PART}"
+  assert found["observed"][name]["loss of the edit"] == "kept"
+  assert "b" in found["excluded"]
+  assert found["verdict"] != "supported"
+
+
+def test_luck_of_the_draw_is_a_rival_where_it_can_be_tested(tmp_path):
+  for seed in range(3, 90):
+    task = world.World(seed=seed, luck=0.9)
+    first = next(s for s in world.SITES if s not in task.prerequisite)
+    if "lucky" in task.truth[first].values():
+      break
+  told = {"residual": f"excess_{first}", "declared": (first,)}
+  edit = proposed(operation("lucky", first, task=task), **told)
+  _, of, _ = run(tmp_path, edit, task=task)
+  (found,) = of("verdict")
+  assert found["observed"]["primary"]["loss"] == "down"
+  assert (found["verdict"], found["survivors"]) == ("target_only", ["luck of the draw"])
