@@ -7,6 +7,7 @@ from typing import Any
 
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.store import begun_events
+from mxjax.errors import ValueRefusal
 from mxjax.intake.texts import printable
 
 Event = dict[str, Any]
@@ -107,9 +108,11 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
   ]
   names = {n for s in named for n in _programs(s) if n.startswith(program)}
   if len(names) != 1:
-    raise ValueError(
-      f"explain: {program!r} names {len(names)} programs of {folder}; use the first "
-      "characters of an identity in the report."
+    raise ValueRefusal(
+      "explain",
+      expected=f"the first characters of one program of {folder}",
+      got=f"{program!r}, with which {len(names)} begin",
+      mend="take an identity from the report",
     )
   return named
 

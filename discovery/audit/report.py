@@ -13,6 +13,7 @@ from mxjax.discovery.core.ledger import KINDS
 from mxjax.discovery.core.store import begun_events
 from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report import html as report_html
 from mxjax.evaluation.report import numbers, svg
 from mxjax.storage import atomic_io
@@ -79,7 +80,12 @@ def _lead(events: list[Event]) -> str:
 def _summary(folder: pathlib.Path, events: list[Event]) -> str:
   measured = [e for e in events if e["event"] == "program"]
   if not measured:
-    raise ValueError(f"report: {folder} has no measured program yet; try again later.")
+    raise ValueRefusal(
+      folder,
+      expected="a run with a measured program",
+      got="none yet",
+      mend="try again later",
+    )
   initial = measured[0]
   options = json.loads((folder / "run.json").read_text())
   champion = measured[-1]["champion"]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
 
+from mxjax.errors import FileNotFoundRefusal
+
 T = TypeVar("T")
 
 
@@ -69,9 +71,12 @@ def _sources(package: str) -> list[tuple[str, str]]:
   """Returns the relative path and digest of each source file, sorted by path."""
   files = sorted(_python_files(importlib.resources.files(package), ""))
   if not files:
-    raise FileNotFoundError(
-      f"identity: expected Python sources in {package}, found none; outcomes cannot be "
-      "bound to a library version, so install mxjax from a wheel or a checkout."
+    raise FileNotFoundRefusal(
+      package,
+      expected="Python sources, by which outcomes are bound to a version of the "
+      "library",
+      got="none",
+      mend="install mxjax from a wheel or a checkout",
     )
   return files
 

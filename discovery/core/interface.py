@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from mxjax.errors import ValueRefusal
+
 Literal = str | int | float | bool | None
 
 
@@ -140,9 +142,11 @@ class Interface:
     for hook in self.hooks:
       if hook.name == name:
         return hook
-    raise ValueError(
-      f"interface: expected a hook among {', '.join(self.names)}, got {name!r}; name "
-      "one of these."
+    raise ValueRefusal(
+      "interface",
+      expected=f"a hook among {', '.join(self.names)}",
+      got=repr(name),
+      mend="name one of these",
     )
 
   def without(self, names: Collection[str]) -> "Interface":

@@ -11,6 +11,7 @@ from typing import Any
 
 from mxjax.discovery.core.candidate_source import MAX_BYTES
 from mxjax.discovery.core.interface import Interface
+from mxjax.errors import ValueRefusal
 
 PROGRAM = "program"
 """Kind of the control that runs another program: the candidate without one part."""
@@ -136,9 +137,11 @@ def checked(known: Interventions, given: Mapping[str, Any]) -> dict[str, Any]:
     _check_names(kind, values, form)
   for name, value in values.items():
     if name in form.values and not form.values[name].allows(value):
-      raise ValueError(
-        f"{kind}: expected `{name}` to be {form.values[name].form}, got "
-        f"{_shown(value)}; write it like {json.dumps(form.example)}."
+      raise ValueRefusal(
+        kind,
+        expected=f"`{name}` to be {form.values[name].form}",
+        got=_shown(value),
+        mend=f"write it like {json.dumps(form.example)}",
       )
   return {"kind": kind, **values}
 
@@ -147,9 +150,11 @@ def _check_names(kind: str, values: Mapping[str, Any], form: Intervention) -> No
   needed = {name for name, value in form.values.items() if not value.optional}
   extra, absent = sorted({*values} - {*form.values}), sorted(needed - {*values})
   if extra or absent:
-    raise ValueError(
-      f"{kind}: expected the values {_listed(form.values)} beside `kind`, got "
-      f"{_listed(values)}; write it like {json.dumps(form.example)}."
+    raise ValueRefusal(
+      kind,
+      expected=f"the values {_listed(form.values)} beside `kind`",
+      got=_listed(values),
+      mend=f"write it like {json.dumps(form.example)}",
     )
 
 
@@ -160,15 +165,20 @@ def _check_program(values: Mapping[str, Any], form: Intervention) -> None:
     name in forms and isinstance(value, forms[name]) for name, value in values.items()
   )
   if not good or ("without" in values) == bool({"code", "plan"} & {*values}):
-    raise ValueError(
-      "program: expected either `without`, or `code` (text of whole functions), `plan` "
-      f"(values by key) or both, got {_shown(values)}; write it like "
-      f'{json.dumps(form.example)} or {{"kind": "program", "code": "def ..."}}.'
+    raise ValueRefusal(
+      "program",
+      expected="either `without`, or `code` (text of whole functions), `plan` "
+      "(values by key) or both",
+      got=_shown(values),
+      mend=f"write it like {json.dumps(form.example)} or "
+      '{"kind": "program", "code": "def ..."}',
     )
   if len(code) > MAX_BYTES or len(plan) > len(form.values["without"].one_of):
-    raise ValueError(
-      f"program: expected at most {MAX_BYTES} characters of code and the plan's keys, "
-      f"got {len(code)} and {len(plan)}; send only what changes."
+    raise ValueRefusal(
+      "program",
+      expected=f"at most {MAX_BYTES} characters of code and the plan's keys",
+      got=f"{len(code)} and {len(plan)}",
+      mend="send only what changes",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.proposal import Budget
+from mxjax.errors import ValueRefusal
 
 KINDS = ("candidate", "control", "probe")
 
@@ -60,9 +61,11 @@ class Ledger:
     if allocation and (
       set(allocation) != set(KINDS) or sum(allocation.values()) != budget
     ):
-      raise ValueError(
-        f"ledger: expected an allocation of {budget} calls to {', '.join(KINDS)}, got "
-        f"{dict(allocation)}; make the parts add up."
+      raise ValueRefusal(
+        "ledger",
+        expected=f"an allocation of {budget} calls to {', '.join(KINDS)}",
+        got=dict(allocation),
+        mend="make the parts add up",
       )
     self.budget = budget
     self.entries: list[Entry] = []
@@ -148,8 +151,12 @@ class Ledger:
       ValueError: The packet does not fit into the budget and must not start.
     """
     if not self.fits(charges):
-      raise ValueError(
-        f"ledger: {dict(charges)} calls do not fit into the {self.left} left."
+      raise ValueRefusal(
+        "ledger",
+        expected=f"at most the {self.left} calls that are left, each kind within its "
+        "own",
+        got=dict(charges),
+        mend="do not start this packet",
       )
     self._reserved += charges
 

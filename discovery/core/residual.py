@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mxjax.errors import ValueRefusal
+
 Symbol = Literal["down", "same", "up", "kept", "lost", "reversed"]
 """How an observable moved: three of the parent's value, three of the edit's change."""
 SYMBOLS: tuple[Symbol, ...] = ("down", "same", "up")
@@ -115,10 +117,12 @@ class Control:
     is_taken = self.name == PRIMARY or self.name.startswith("probe")
     is_taken = is_taken or self.name.endswith(OF_PARENT)
     if is_taken or not isinstance(self.cost, int) or self.cost < 1:
-      raise ValueError(
-        f"Control {self.name!r}: expected a name other than {PRIMARY!r}, 'probe...' "
-        f"and '...{OF_PARENT}', and an integer cost of at least 1, got cost "
-        f"{self.cost!r}; mend the proposal."
+      raise ValueRefusal(
+        f"Control {self.name!r}",
+        expected=f"a name other than {PRIMARY!r}, 'probe...' and '...{OF_PARENT}', "
+        "and an integer cost of at least 1",
+        got=f"cost {self.cost!r}",
+        mend="mend the proposal",
       )
 
 
@@ -142,9 +146,11 @@ class Residual:
   def __post_init__(self) -> None:
     """Rejects a string, each letter of which would pass for a hook."""
     if isinstance(self.computation, str):
-      raise ValueError(
-        f"Residual {self.observable!r}: expected a tuple of hooks and plan keys as its "
-        f"computation, got {self.computation!r}; name every one it is about."
+      raise ValueRefusal(
+        f"Residual {self.observable!r}",
+        expected="a tuple of hooks and plan keys as its computation",
+        got=repr(self.computation),
+        mend="name every one it is about",
       )
 
   @property

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from mxjax.discovery.core import identity
+from mxjax.errors import BlockingIORefusal, ValueRefusal
 from mxjax.storage import atomic_io
 
 FORMAT = 2
 """Of the log; its first event says it. Logs of version 0.1 had none."""
 
 
-class ReplayError(ValueError):
+class ReplayError(ValueRefusal):
   """Raised when a resumed run decides differently from its log."""
 
 
@@ -65,9 +66,12 @@ class Store:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
         file.close()
-        raise BlockingIOError(
-          f"discover: another process is at work in {self.path}; wait until it has "
-          "ended, or end it."
+        raise BlockingIORefusal(
+          self.path,
+          expected="no other process at work in it",
+          got="another process at work",
+          mend="wait until it has ended, or end it",
+          errno=error.errno,
         ) from error
       self._file = file
     return self._file
@@ -87,14 +91,21 @@ class Store:
     if self._next is not None:
       if self._next != line:
         raise ReplayError(
-          f"{self.path}: event {number} was {self._next[:200]}, now it would "
-          f"be {line[:200]}; resume with the same version and configuration."
+          self.path,
+          expected=f"event {number} as it was, {self._next[:200]}",
+          got=line[:200],
+          mend="resume with the same version and configuration",
         )
       self._next = next(self._left, None)
     else:
       file = self._opened()
       if not number and file.tell():
-        raise ReplayError(f"{self.path}: another process began its log; resume again.")
+        raise ReplayError(
+          self.path,
+          expected="no log before this process began one",
+          got="that of another process",
+          mend="resume again",
+        )
       file.write(line + "\n")
       file.flush()
       os.fsync(file.fileno())
@@ -152,9 +163,11 @@ def begun_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """
   has_log = (pathlib.Path(path) / "log.jsonl").exists()
   if not (events := read_events(path) if has_log else []):
-    raise ValueError(
-      f"discover: expected the log of a run in {path}, got no event; name the folder "
-      "of a run, or try again once it has begun."
+    raise ValueRefusal(
+      path,
+      expected="the log of a run",
+      got="no event",
+      mend="name the folder of a run, or try again once it has begun",
     )
   return events
 
@@ -177,14 +190,18 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       event = body = {}
     previous = events[-1]["hash"] if events else ""
     if event.get("hash") != identity.digest(body) or event["previous"] != previous:
-      raise ValueError(
-        f"{path}: the hash chain of log.jsonl breaks at event {len(events)}; the log "
-        "was changed after it was written."
+      raise ValueRefusal(
+        f"{path}/log.jsonl",
+        expected="a whole hash chain",
+        got=f"one that breaks at event {len(events)}",
+        mend="the log was changed after it was written, so restore it from a copy",
       )
     events.append(event)
     if (format_ := events[0].get("format")) != FORMAT:
-      raise ValueError(
-        f"{path}/log.jsonl: expected a log of format {FORMAT}, got {format_}; read it "
-        "with the version of mxjax that ran it, or run it again."
+      raise ValueRefusal(
+        f"{path}/log.jsonl",
+        expected=f"a log of format {FORMAT}",
+        got=format_,
+        mend="read it with the version of mxjax that ran it, or run it again",
       )
   return events

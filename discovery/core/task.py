@@ -21,6 +21,7 @@ from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.interface import Interface, Literal
 from mxjax.discovery.core.interventions import Interventions
 from mxjax.discovery.core.residual import Residual, Rival
+from mxjax.errors import ValueRefusal
 
 
 class Status(enum.StrEnum):
@@ -342,10 +343,11 @@ def check_trusted(spec: Mapping[str, Any], given: Mapping[str, Any] | None) -> N
   place = lambda each: {k: each[k] for k in ("task", "path") if k in each}
   if given is None or place(spec) != place(given):
     where = f" of {spec['path']}" if "path" in spec else ""
-    raise ValueError(
-      f"task: the folder names a task with code of its own, "
-      f"{spec.get('task')!r}{where}, which would be executed; if you trust it, name it "
-      f"yourself by --task."
+    raise ValueRefusal(
+      "task",
+      expected="a task of the library's own",
+      got=f"{spec.get('task')!r}{where} with code of its own, which would be executed",
+      mend="if you trust it, name it yourself by --task",
     )
 
 
@@ -369,22 +371,30 @@ def load(spec: Mapping[str, Any]) -> Task:
     module, function = "mxjax.discovery.tasks.two_files", "TwoFiles"
     options["folder"] = name
   if not function:
-    raise ValueError(
-      f"task: unknown task {name!r}; use one of {', '.join(known)}, a folder with "
-      "initial.py and evaluate.py, or package.module:function."
+    raise ValueRefusal(
+      "task",
+      expected=f"one of {', '.join(known)}, a folder with initial.py and "
+      "evaluate.py, or package.module:function",
+      got=repr(name),
+      mend="name one of these",
     )
   try:
     make = getattr(importlib.import_module(module), function)
   except (ModuleNotFoundError, AttributeError) as error:
-    raise ValueError(
-      f"task: expected {function} in a module {module}, got: {error}; run in the "
-      "folder of the module, or install its package."
+    raise ValueRefusal(
+      "task",
+      expected=f"{function} in a module {module}",
+      got=f"none ({error})",
+      mend="run in the folder of the module, or install its package",
     ) from error
   try:
     inspect.signature(make).bind(**options)
   except TypeError as error:
-    raise ValueError(
-      f"task: {name}: {error}; its options are {inspect.signature(make)}."
+    raise ValueRefusal(
+      f"task: {name}",
+      expected=f"options that fit {inspect.signature(make)}",
+      got=f"{sorted(options)} ({error})",
+      mend="correct them",
     ) from error
   task = make(**options)
   return task if path is None else _Located(task, path)

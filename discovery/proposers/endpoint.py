@@ -22,6 +22,7 @@ import pydantic
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.proposal import OutageError
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_REPLY_BYTES = 16 << 20
@@ -384,7 +385,12 @@ class Cassette:
     if self._path.exists():
       self._read()
     elif mode == "replay":
-      raise FileNotFoundError(f"cassette: there is no {path} to replay.")
+      raise FileNotFoundRefusal(
+        "cassette",
+        expected="a file to replay",
+        got=f"no {path}",
+        mend="record one first",
+      )
 
   def _read(self) -> None:
     *whole, torn = self._path.read_bytes().split(b"\n")
@@ -401,10 +407,12 @@ class Cassette:
       # The recorder was killed while it wrote; the run folder may hold the reply.
       os.truncate(self._path, self._path.stat().st_size - len(torn))
 
-  def _no_cassette(self, number: int, line: bytes) -> ValueError:
-    return ValueError(
-      f"cassette: {self._path}: expected a recorded reply in line {number}, got "
-      f"{_shown(line)}; name a file that --cassette recorded, or a new one."
+  def _no_cassette(self, number: int, line: bytes) -> ValueRefusal:
+    return ValueRefusal(
+      f"cassette: {self._path}",
+      expected=f"a recorded reply in line {number}",
+      got=_shown(line),
+      mend="name a file that --cassette recorded, or a new one",
     )
 
   @property

@@ -20,6 +20,7 @@ from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt, reading
 from mxjax.discovery.proposers.endpoint import Client, Reply
+from mxjax.errors import ValueRefusal
 
 UNUSABLE_IN_A_ROW = 5
 """Proposals without a usable answer after which the model counts as out of order."""
@@ -81,22 +82,30 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
       ValueError: There is no change, or both forms of one.
     """
     if self.source and (self.code or self.plan):
-      raise ValueError(
-        "answer: expected either `source` (the whole module) or `code` and `plan` "
-        "(what changes), got both; leave one out."
+      raise ValueRefusal(
+        "answer",
+        expected="either `source` (the whole module) or `code` and `plan` (what "
+        "changes)",
+        got="both",
+        mend="leave one out",
       )
     if self.source:
       return self.source
     if not (self.code or self.plan):
-      raise ValueError(
-        "answer: expected `code` (functions that you change), `plan` (values that you "
-        "change) or `source` (the whole module), got none; write one."
+      raise ValueRefusal(
+        "answer",
+        expected="`code` (functions that you change), `plan` (values that you "
+        "change) or `source` (the whole module)",
+        got="none",
+        mend="write one",
       )
     plan = {k: v for k, v in self.plan.items() if k in interface.plan}
     if unknown := sorted({*self.plan} - {*plan}):
-      raise ValueError(
-        f"plan: expected keys among {', '.join(interface.plan)}, got "
-        f"{', '.join(unknown)}; use one of these."
+      raise ValueRefusal(
+        "plan",
+        expected=f"keys among {', '.join(interface.plan)}",
+        got=", ".join(unknown),
+        mend="use one of these",
       )
     return merged(parent, self.code, plan)
 

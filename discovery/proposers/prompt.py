@@ -20,6 +20,7 @@ from mxjax.discovery.core.proposal import Context, Demand, Evidence, Experiment
 from mxjax.discovery.core.residual import Residual, bare
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import Response
+from mxjax.errors import ValueRefusal
 
 INPUT_TOKENS = 65_536
 MEMORY_TOKENS = 16_384
@@ -241,10 +242,12 @@ def check_described(task: Task) -> None:
     *(f"what {name} means" for name in task.margins if _meaning(name, task) is None),
   ]
   if absent:
-    raise ValueError(
-      f"task: expected words for a language model, got none for {', '.join(absent)}; "
-      "write DESCRIPTION, OBSERVABLES, PLAN_DOCS and `doc` in evaluate.py, or the "
-      "attributes `description` and `observables` of the task's class."
+    raise ValueRefusal(
+      "task",
+      expected="words for a language model",
+      got=f"none for {', '.join(absent)}",
+      mend="write DESCRIPTION, OBSERVABLES, PLAN_DOCS and `doc` in evaluate.py, or "
+      "the attributes `description` and `observables` of the task's class",
     )
 
 
@@ -462,9 +465,11 @@ def messages(
   fixed = count(system) + count(parts + "\n\n") + reserve
   least = count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 3
   if fixed + least > INPUT_TOKENS:
-    raise ValueError(
-      f"prompt: the program and instructions take {fixed} tokens of {INPUT_TOKENS}; "
-      "shorten the program."
+    raise ValueRefusal(
+      "prompt",
+      expected=f"a program and instructions within {INPUT_TOKENS} tokens",
+      got=fixed,
+      mend="shorten the program",
     )
   told = memory(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
   user = f"{parts}\n\n{told}"

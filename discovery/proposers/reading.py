@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from mxjax.errors import ValueRefusal
+
 MAX_ANSWER = 262_144
 """Characters of an answer that are read."""
 MAX_OBJECTS = 256
@@ -25,9 +27,11 @@ def answer(text: str, keys: frozenset[str]) -> dict[str, Any]:
     ValueError: The answer is too long, or there is no such object.
   """
   if len(text) > MAX_ANSWER:
-    raise ValueError(
-      f"answer: expected at most {MAX_ANSWER} characters, got {len(text)}; send only "
-      "the hooks that you change."
+    raise ValueRefusal(
+      "answer",
+      expected=f"at most {MAX_ANSWER} characters",
+      got=len(text),
+      mend="send only the hooks that you change",
     )
   text = _without_thinking(text.lstrip("\ufeff"))
   found, last = _objects(text), None

@@ -20,6 +20,7 @@ from mxjax.discovery.proposers.endpoint import (
   Reply,
 )
 from mxjax.discovery.proposers.llm import LlmProposer
+from mxjax.errors import ValueRefusal
 
 CLIENT = ("base_url", "model", "key_variable", "deadline")
 Price = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -48,13 +49,20 @@ def endpoints(text: str) -> list[dict[str, Any]]:
     read = pydantic.TypeAdapter(list[_Endpoint]).validate_json(text)
   except pydantic.ValidationError as error:
     first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    raise ValueError(
-      f"discover: --endpoints: {place or 'the list'}: {first['msg']}, got "
-      f"{first['input']!r:.200}."
+    where = ".".join(map(str, first["loc"]))
+    raise ValueRefusal(
+      "discover: --endpoints" + (f": {where}" if where else ""),
+      expected="a list of endpoints with `url` and `model`",
+      got=f"{first['input']!r:.200} ({first['msg']})",
+      mend="mend the list",
     ) from None
   if not read:
-    raise ValueError("discover: --endpoints: expected one endpoint or more, got none.")
+    raise ValueRefusal(
+      "discover: --endpoints",
+      expected="one endpoint or more",
+      got="none",
+      mend="name one",
+    )
   return [
     {"base_url": one.url, **one.model_dump(exclude={"url"}, exclude_none=True)}
     for one in read

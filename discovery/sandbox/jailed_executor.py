@@ -23,6 +23,7 @@ from mxjax.discovery.core.task import Call, Outcome, Status, Task
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases
 from mxjax.discovery.sandbox.supervisor import RunWorker, Tracer, WorkerError
+from mxjax.errors import ImportRefusal
 
 Serialized = Mapping[str, tuple[str, bytes]]
 """Name of the hook and its artifact, by identity."""
@@ -80,8 +81,11 @@ class RayWorker:
     try:
       import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-      raise ImportError(
-        "discover: --ray needs the optional extra; run `pip install mxjax[ray]`."
+      raise ImportRefusal(
+        "discover: --ray",
+        expected="the optional package ray",
+        got="none",
+        mend="run `pip install mxjax[ray]`",
       ) from error
     if not ray.is_initialized():
       ray.init(log_to_driver=False, include_dashboard=False)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagree
+from mxjax.errors import ValueRefusal
 
 Policy = Literal["minimal", "random", "all", "none"]
 MAX_EXPLANATIONS = 16
@@ -57,9 +58,11 @@ def minimal(
       if reached != mask and offer < best.get(reached, (offer[0] + 1, 0, ())):
         best[reached] = offer
     if len(best) > MAX_SETS:
-      raise ValueError(
-        f"controls: expected at most {MAX_SETS} sets of pairs that controls separate, "
-        f"got more by {control.name}; register fewer controls or explanations."
+      raise ValueRefusal(
+        "controls",
+        expected=f"at most {MAX_SETS} sets of pairs that controls separate",
+        got=f"more by {control.name}",
+        mend="register fewer controls or explanations",
       )
   if everything not in best:
     raise IndistinguishableError(_complaint(explanations, controls, everything))
@@ -106,15 +109,19 @@ def _check_sizes(
   names = [c.name for c in controls]
   accounts = [e.name for e in explanations]
   if len(explanations) > MAX_EXPLANATIONS or len(controls) > MAX_CONTROLS:
-    raise ValueError(
-      f"controls: at most {MAX_EXPLANATIONS} explanations and {MAX_CONTROLS} controls "
-      f"can be searched exactly, got {len(explanations)} and {len(controls)}; register "
-      "fewer."
+    raise ValueRefusal(
+      "controls",
+      expected=f"at most {MAX_EXPLANATIONS} explanations and {MAX_CONTROLS} "
+      "controls, which can be searched exactly",
+      got=f"{len(explanations)} and {len(controls)}",
+      mend="register fewer",
     )
   if len(set(names)) != len(names) or len(set(accounts)) != len(accounts):
-    raise ValueError(
-      f"controls: expected distinct names, got controls {names} and explanations "
-      f"{accounts}; rename the repeated ones."
+    raise ValueRefusal(
+      "controls",
+      expected="distinct names",
+      got=f"controls {names} and explanations {accounts}",
+      mend="rename the repeated ones",
     )
 
 

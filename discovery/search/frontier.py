@@ -15,6 +15,7 @@ from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.history import History
+from mxjax.errors import ValueRefusal
 
 CHAMPION_SHARE = 0.75
 """Share of the rounds without a demand in which the champion is revised."""
@@ -102,9 +103,11 @@ class Transfer:
     """
     outcome = self._run(packet, prepared, ledger, history)
     if outcome.status != Status.OK:
-      raise ValueError(
-        f"search: the initial program must run on the transfer model, got "
-        f"{outcome.status}: {outcome.detail}"
+      raise ValueRefusal(
+        "search",
+        expected="an initial program that runs on the transfer model",
+        got=f"{outcome.status}: {outcome.detail}",
+        mend="mend the program, or name another model",
       )
 
   def judge(

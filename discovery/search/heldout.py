@@ -18,6 +18,7 @@ from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.errors import ValueRefusal
 
 POLL_SECONDS = 1.0
 
@@ -79,7 +80,12 @@ def score_closed(
   """
   events = read_events(folder)
   if not _is_closed(events):
-    raise ValueError(f"heldout: {folder} is not closed; resume it first.")
+    raise ValueRefusal(
+      folder,
+      expected="a run that has been closed",
+      got="one that is open",
+      mend="resume it first",
+    )
   if len(unsealed(folder)) < sum(event["event"] == "mark" for event in events):
     store = Store(sealed_folder(folder))
     evaluator = CachedEvaluator(holdout, executor, store, archive=archive)

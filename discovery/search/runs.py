@@ -30,6 +30,7 @@ from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.frontier import Transfer
 from mxjax.discovery.search.history import OnEvent
 from mxjax.discovery.search.search import Search, SearchConfig
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.storage import atomic_io
 
 
@@ -83,10 +84,11 @@ class Trusted:
     """
     task_.check_trusted(options.task, self.task)
     if options.sandbox != self.sandbox:
-      raise ValueError(
-        f"discover: expected a run at sandbox level {self.sandbox}, got one at "
-        f"{options.sandbox!r:.40}; name its level by --sandbox, if you trust its "
-        "programs to run so."
+      raise ValueRefusal(
+        "discover",
+        expected=f"a run at sandbox level {self.sandbox}",
+        got=f"one at {options.sandbox!r:.40}",
+        mend="name its level by --sandbox, if you trust its programs to run so",
       )
 
 
@@ -111,14 +113,21 @@ def read_options(folder: pathlib.Path) -> RunOptions:
   """
   path = folder / "run.json"
   if not path.exists():
-    raise FileNotFoundError(f"discover: {folder} is no run: it has no run.json.")
+    raise FileNotFoundRefusal(
+      folder,
+      expected="the folder of a run",
+      got="one without run.json",
+      mend="name the folder of a run",
+    )
   try:
     options = RunOptions(**json.loads(path.read_text()))
     options.search.to_dict()
   except (ValueError, TypeError) as error:
-    raise ValueError(
-      f"discover: {path}: expected the options of a run, got: {error}; read it with "
-      "the version of mxjax that wrote it."
+    raise ValueRefusal(
+      path,
+      expected="the options of a run",
+      got=f"what does not read ({error})",
+      mend="read it with the version of mxjax that wrote it",
     ) from error
   return options
 
@@ -152,8 +161,11 @@ def make_proposer(
   if kind in ("llm", "cassette"):
     metered = options.search.is_metered
     return weighted.make(options.proposer, task, store=store, metered=metered)
-  raise ValueError(
-    f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
+  raise ValueRefusal(
+    "discover: --proposer",
+    expected="embedded, llm, cassette or human",
+    got=repr(kind),
+    mend="use one of these",
   )
 
 
@@ -173,9 +185,11 @@ def make_executor(
   """
   if compiled is not None and (ray or sandbox == "off"):
     where = "a Ray cluster" if ray else "sandbox off"
-    raise ValueError(
-      f"discover: --compiled is for jailed workers of this machine, got {where}; leave "
-      "it out."
+    raise ValueRefusal(
+      "discover: --compiled",
+      expected="jailed workers of this machine",
+      got=where,
+      mend="leave it out",
     )
   if sandbox == "off":
     return LocalExecutor(task)
@@ -240,9 +254,11 @@ def run(
   if options.holdout == "after":
     scorer = start_holdout(folder, allowed)
   if scorer is not None and scorer.wait() != 0:
-    raise ValueError(
-      f"discover: the held-out scorer of {folder} ended with {scorer.returncode}; run "
-      f"`python -m mxjax.discovery.search.heldout {folder}` to see why."
+    raise ValueRefusal(
+      folder,
+      expected="its held-out scorer to end well",
+      got=f"exit code {scorer.returncode}",
+      mend=f"run `python -m mxjax.discovery.search.heldout {folder}` to see why",
     )
   return champion
 
@@ -340,9 +356,11 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
       executor.close()
       store.close()
   if ended.status != task_.Status.OK:
-    raise ValueError(
-      f"discover: the default program of {dict(task.spec)} ended with {ended.status}: "
-      f"{ended.detail}; mend the task before a run."
+    raise ValueRefusal(
+      "discover",
+      expected="a task whose default program runs",
+      got=f"{ended.status}: {ended.detail} of {dict(task.spec)}",
+      mend="mend the task before a run",
     )
   return seconds
 

@@ -35,6 +35,7 @@ from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt, Selection
 from mxjax.discovery.search.settings import SearchConfig
+from mxjax.errors import ValueRefusal
 
 
 class Search:
@@ -137,8 +138,11 @@ class Search:
       self.ledger.reserve(self.ledger.price(packet.conditions))
       (ended,) = self._run([(packet, packet.conditions[0])])
     if ended.status != Status.OK:
-      raise ValueError(
-        f"search: the initial program must run, got {ended.status}: {ended.detail}"
+      raise ValueRefusal(
+        "search",
+        expected="an initial program that runs",
+        got=f"{ended.status}: {ended.detail}",
+        mend="mend the program",
       )
     assert isinstance(ended, Outcome)
     if self._transfer is not None:

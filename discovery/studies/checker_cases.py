@@ -17,6 +17,7 @@ from mxjax.discovery.core.interface import Aval
 from mxjax.discovery.core.task import Status, Task
 from mxjax.discovery.search import checkers
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
+from mxjax.errors import ValueRefusal
 
 HALF = 20
 CHECKERS: tuple[checkers.Checker, ...] = ("source", "lowered", "probe", "layer_output")
@@ -121,7 +122,12 @@ def _renamed(source: str, hook: str, name: str) -> str:
     if isinstance(node, ast.FunctionDef) and node.name == hook:
       node.name = name
       return ast.unparse(node)
-  raise ValueError(f"cases: the program does not define {hook}.")
+  raise ValueRefusal(
+    "cases",
+    expected=f"a program that defines {hook}",
+    got="none",
+    mend="write the hook into the program",
+  )
 
 
 def judge_all(evaluator: CachedEvaluator) -> list[dict[str, Any]]:
@@ -136,7 +142,12 @@ def judge_all(evaluator: CachedEvaluator) -> list[dict[str, Any]]:
 def _judge(evaluator: CachedEvaluator, case: Case, parent: Prepared) -> dict[str, Any]:
   prepared = evaluator.prepare(case.source)
   if prepared.admitted is None or prepared.call is None:
-    raise ValueError(f"cases: {case.name} does not run: {prepared.detail}")
+    raise ValueRefusal(
+      "cases",
+      expected=f"a program of {case.name} that runs",
+      got=f"{prepared.status}: {prepared.detail}",
+      mend="mend the case",
+    )
   assert parent.admitted is not None
   mine, before = prepared.full_call, parent.full_call
   margins = evaluator.task.margins

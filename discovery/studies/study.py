@@ -25,6 +25,7 @@ from mxjax.discovery.studies import (
   verdict_replay,
 )
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER, STUDIES
+from mxjax.errors import ValueRefusal
 from mxjax.storage import atomic_io
 
 Told = Callable[[str], None]
@@ -70,22 +71,34 @@ class StudyOptions:
   def __post_init__(self) -> None:
     """Rejects seeds that repeat or were tuned on, and runs without a held-out mark."""
     if self.budget < (least := SearchConfig.mark_every):
-      raise ValueError(
-        f"study: expected at least {least} calls, after which a champion is first "
-        f"scored on held-out data, got {self.budget}; raise the budget."
+      raise ValueRefusal(
+        "study",
+        expected=f"at least {least} calls, after which a champion is first scored on "
+        "held-out data",
+        got=self.budget,
+        mend="raise the budget",
       )
     if self.is_allocated and self.budget != (whole := sum(ARMS["quantforge"].calls)):
-      raise ValueError(
-        f"study: the paper divides {whole} calls, got {self.budget}; leave out "
-        "--paper-allocation, or --budget."
+      raise ValueRefusal(
+        "study: --paper-allocation",
+        expected=f"the {whole} calls that the paper divides",
+        got=self.budget,
+        mend="leave it out, or --budget",
       )
     if len(set(self.seeds)) < len(self.seeds):
-      raise ValueError(
-        f"study: expected distinct seeds, got {list(self.seeds)}; a repeated one would "
-        "count twice in every statistic."
+      raise ValueRefusal(
+        "study",
+        expected="distinct seeds",
+        got=list(self.seeds),
+        mend="a repeated one would count twice in every statistic",
       )
     if shared := sorted(set(self.seeds) & set(self.tuning_seeds)):
-      raise ValueError(f"study: seeds {shared} were tuned on; compare on others.")
+      raise ValueRefusal(
+        "study",
+        expected="seeds that were not tuned on",
+        got=shared,
+        mend="compare on others",
+      )
 
   def spec(self, seed: int) -> dict[str, Any]:
     """Returns the task specification of a seed."""
@@ -164,8 +177,11 @@ class Folder:
         key for key in before if key != "hash" and before[key] != self.frozen.get(key)
       ]
       if changed:
-        raise ValueError(
-          f"study: {path} was frozen with other {', '.join(changed)}; use a new folder."
+        raise ValueRefusal(
+          path,
+          expected="what it was frozen with",
+          got=f"other {', '.join(changed)}",
+          mend="use a new folder",
         )
     else:
       atomic_io.check_output(path)
@@ -228,7 +244,12 @@ class Folder:
     """
     task = task_.load(self.options.spec(seed)).holdout()
     if task is None:
-      raise ValueError("study: the task has no held-out data; name a held-out model.")
+      raise ValueRefusal(
+        "study",
+        expected="a task with held-out data",
+        got="one without",
+        mend="name a held-out model",
+      )
     evaluator = self.evaluator(task, "landmarks")
     call = evaluator.prepare(task.interface.default_source()).call
     assert call is not None
@@ -278,9 +299,12 @@ def conduct(
   """
   study, seeds = STUDIES[name], tuple(seeds) or folder.options.seeds
   if unknown := set(seeds) - set(folder.options.seeds):
-    raise ValueError(
-      f"study: seeds {sorted(unknown)} are not among the frozen "
-      f"{list(folder.options.seeds)} of {folder.path}; name some of those."
+    raise ValueRefusal(
+      "study: --seeds",
+      expected=f"some of the seeds {list(folder.options.seeds)} frozen in "
+      f"{folder.path}",
+      got=sorted(unknown),
+      mend="name some of those",
     )
   task = task_.load(folder.options.spec(seeds[0]))
   results: dict[str, Any] = {

@@ -41,6 +41,7 @@ from mxjax.discovery.core.interface import Aval, Hook, Interface, Tree
 from mxjax.discovery.core.interventions import Interventions
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Artifacts, Call, ContractError, Defaults
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 
 INITIAL, EVALUATE = "initial.py", "evaluate.py"
 
@@ -78,9 +79,11 @@ def _split(source: str, names: Sequence[str], path: pathlib.Path) -> tuple[str, 
     else:
       rest.append(ast.unparse(node))
   if missing := sorted(set(names) - set(hooks)):
-    raise ValueError(
-      f"{path}: expected a function for every name in HOOKS, got none for "
-      f"{', '.join(missing)}; define it, or leave it out of {EVALUATE}."
+    raise ValueRefusal(
+      path,
+      expected="a function for every name in HOOKS",
+      got=f"none for {', '.join(missing)}",
+      mend=f"define it, or leave it out of {EVALUATE}",
     )
   return "\n".join(rest) + "\n", hooks
 
@@ -101,18 +104,22 @@ class TwoFiles(Defaults):
     """
     self.folder = pathlib.Path(folder).resolve()
     if not is_folder(folder):
-      raise FileNotFoundError(
-        f"discover: expected {INITIAL} and {EVALUATE} in {self.folder}, got "
-        "one of them or none; write both, or move the folder back."
+      raise FileNotFoundRefusal(
+        self.folder,
+        expected=f"{INITIAL} and {EVALUATE}",
+        got="one of them or none",
+        mend="write both, or move the folder back",
       )
     self._held_out = held_out
     self.module = self._load()
     self.spec = {"task": str(self.folder), **({"held_out": True} if held_out else {})}
     self.margins: Mapping[str, float] = self._need("MARGINS", Mapping)
     if wrong := [k for k, v in self.margins.items() if not identity.finite(v) or v < 0]:
-      raise ValueError(
-        f"{self.folder / EVALUATE}: expected finite margins of at least 0, got "
-        f"{[(k, self.margins[k]) for k in wrong]}; mend MARGINS."
+      raise ValueRefusal(
+        self.folder / EVALUATE,
+        expected="finite margins of at least 0",
+        got=[(k, self.margins[k]) for k in wrong],
+        mend="mend MARGINS",
       )
     self.target = next(iter(self.margins))
     self.edit_templates: Sequence[EditTemplate] = getattr(self.module, "EDITS", ())
@@ -131,18 +138,22 @@ class TwoFiles(Defaults):
     try:
       spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-      raise ValueError(
-        f"{path}: expected a module that can be imported, got "
-        f"{type(error).__name__}: {error}; mend it."
+      raise ValueRefusal(
+        path,
+        expected="a module that can be imported",
+        got=f"{type(error).__name__}: {error}",
+        mend="mend it",
       ) from error
     return module
 
   def _need(self, name: str, kind: Any) -> Any:
     value = getattr(self.module, name, None)
     if not isinstance(value, kind) or not value:
-      raise ValueError(
-        f"{self.folder / EVALUATE}: expected {name}, a nonempty {kind.__name__}, got "
-        f"{value!r}; see mxjax.discovery.tasks.two_files."
+      raise ValueRefusal(
+        self.folder / EVALUATE,
+        expected=f"{name}, a nonempty {kind.__name__}",
+        got=repr(value),
+        mend="see mxjax.discovery.tasks.two_files",
       )
     return value
 
@@ -155,9 +166,11 @@ class TwoFiles(Defaults):
         arguments = {key: _tree(value) for key, value in what["arguments"].items()}
         outputs = tuple(_aval(dtype, shape) for dtype, shape in what["outputs"])
       except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-          f"{self.folder / EVALUATE}: HOOKS[{name!r}] needs arguments, a dict of "
-          f"(dtype, shape), and outputs, a list of them, got {what!r}; mend it."
+        raise ValueRefusal(
+          f"{self.folder / EVALUATE}: HOOKS[{name!r}]",
+          expected="arguments, a dict of (dtype, shape), and outputs, a list of them",
+          got=repr(what),
+          mend="mend it",
         ) from error
       hook = {"arguments": arguments, "outputs": outputs, "default": sources[name]}
       batched = tuple(what.get("batched", ()))

@@ -156,7 +156,7 @@ def _sentence(error: Exception, command: str) -> str:
       mend="check the path, its permissions and the room on the disk",
     )
   if not isinstance(error, Refusal):
-    return str(error).removeprefix(f"{command}: ")
+    return str(error)
   if error.place == command:
     return error.complaint
   return str(error.at(error.place.removeprefix(f"{command}: ")))

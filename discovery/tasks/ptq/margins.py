@@ -21,6 +21,7 @@ from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import candidate, payload, phases, programs
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
@@ -84,7 +85,12 @@ def _initial(task: PtqTask, start: str) -> tuple[Call, Artifacts]:
     candidate_source.with_functions(source, defaults, replace=False)
   )
   if traced.status != Status.OK:
-    raise ValueError(f"ptq: the initial program is {traced.status}: {traced.detail}.")
+    raise ValueRefusal(
+      "ptq",
+      expected="an initial program that can be traced",
+      got=f"one that is {traced.status} ({traced.detail})",
+      mend="mend it",
+    )
   call = Call(traced.computation, program.plan, {})
   return call.active(task.interface), executor.artifacts
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax import models
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import datasets
 from mxjax.numerics.mxfp4 import BLOCK_SIZE
 from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
@@ -105,20 +106,26 @@ class PtqOptions:
         object.__setattr__(self, name, str(pathlib.Path(source).resolve()))
     for name, known in CHOICES.items():
       if (value := getattr(self, name)) not in known:
-        raise ValueError(
-          f"ptq: expected {name} to be one of {', '.join(known)}, got {value!r}; use "
-          "one of these."
+        raise ValueRefusal(
+          "ptq",
+          expected=f"{name} to be one of {', '.join(known)}",
+          got=repr(value),
+          mend="use one of these",
         )
     if self.objective == "fit3" and self.second_text is None and not self.is_random:
-      raise ValueError(
-        "ptq: expected a second_text for the objective fit3, got none; name the file "
-        "of another text."
+      raise ValueRefusal(
+        "ptq",
+        expected="a second_text for the objective fit3",
+        got="none",
+        mend="name the file of another text",
       )
     if self.calibration[0] < CELL_RESIDUES:
-      raise ValueError(
-        f"ptq: recover_mlp is told of {CELL_RESIDUES} classes of sequences, so it "
-        f"needs at least as many, got calibration {self.calibration}; raise its first "
-        "number."
+      raise ValueRefusal(
+        "ptq",
+        expected=f"calibration on at least {CELL_RESIDUES} sequences, because "
+        "recover_mlp is told of as many classes of them",
+        got=self.calibration,
+        mend="raise its first number",
       )
 
   @property
@@ -212,10 +219,12 @@ class PtqOptions:
     )
     scored = max(np.prod(w) for w in (self.windows, self.holdout_windows) if w)
     if every.size - np.prod(shape) < scored:
-      raise ValueError(
-        f"ptq: expected an evaluation text of at least {scored + np.prod(shape)} "
-        f"tokens, so that other_windows are none of a score, got {every.size}; use "
-        "fewer windows or a longer text."
+      raise ValueRefusal(
+        "ptq",
+        expected=f"an evaluation text of at least {scored + np.prod(shape)} tokens, "
+        "so that other_windows are none of a score",
+        got=every.size,
+        mend="use fewer windows or a longer text",
       )
     return every[-shape[0] :]
 

@@ -32,6 +32,7 @@ from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
 from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
 from mxjax.discovery.tasks.ptq.structure import interventions
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
 
@@ -73,7 +74,12 @@ class PtqTask(Defaults):
     """
     known = {field.name for field in dataclasses.fields(PtqOptions)}
     if unknown := sorted(set(options) - known):
-      raise ValueError(f"ptq: unknown options {unknown}; use some of {sorted(known)}.")
+      raise ValueRefusal(
+        "ptq",
+        expected=f"options among {sorted(known)}",
+        got=unknown,
+        mend="correct their names",
+      )
     self.options = PtqOptions(**options)
     frozen = self.options.frozen_hooks
     self.edit_templates = tuple(

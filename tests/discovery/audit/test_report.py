@@ -109,7 +109,7 @@ def test_a_run_without_a_program_has_no_report_yet(evil, tmp_path, capsys):
     lines = lines[:2] if name == "log.jsonl" else lines
     (tmp_path / name).write_text("".join(lines))
   assert main(["discover", "report", str(tmp_path)]) == 2
-  assert "no measured program yet" in capsys.readouterr().err
+  assert "expected a run with a measured program" in capsys.readouterr().err
 
 
 def test_deep_trees_fit_a_narrow_page():

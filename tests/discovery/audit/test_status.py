@@ -130,4 +130,4 @@ def test_it_tells_tokens_money_and_who_answered(tmp_path, capsys, monkeypatch):
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):
   assert main(["discover", "status", str(tmp_path)]) == 2
-  assert "is no run" in capsys.readouterr().err
+  assert "expected the folder of a run" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_the_source_digest_moves_with_any_file_of_a_package(package):
 def test_a_package_without_sources_is_refused(package):
   for path in package.rglob("*.py"):
     path.unlink()
-  with pytest.raises(FileNotFoundError, match="found none"):
+  with pytest.raises(FileNotFoundError, match="got none"):
     identity.source_digest("hashed_package")
 
 

@@ -242,20 +242,23 @@ def test_runs_without_budgets_and_weights_have_the_log_they_had(servers, tmp_pat
 @pytest.mark.parametrize(
   ("words", "match"),
   [
-    (["--endpoints", "{}"], "the list: Input should be a valid array"),
+    (["--endpoints", "{}"], "(Input should be a valid array"),
     (["--endpoints", "[]"], "one endpoint or more"),
-    (["--endpoints", "x"], "the list: Invalid JSON"),
-    (["--endpoints", '[{"url": "u"}]'], "0.model: Field required"),
+    (["--endpoints", "x"], "(Invalid JSON"),
+    (["--endpoints", '[{"url": "u"}]'], "0.model: expected"),
     (["--endpoints", '[{"url": "u", "model": "m", "weight": 0}]'], "0.weight"),
     (["--endpoints", '[{"url": "u", "model": "m", "prices": [-1, 0]}]'], "0.prices.0"),
-    (["--endpoints", '[{"url": "u", "model": "m", "wait": 1}]'], "0.wait: Extra"),
+    (["--endpoints", '[{"url": "u", "model": "m", "wait": 1}]'], "0.wait: expected"),
     (
       ["--endpoints", '[{"url": "u", "model": "m"}]', "--max-cost", "1"],
-      "needs the pr",
+      "the prices of every endpoint",
     ),
-    (["--endpoint", "u", "--endpoint-model", "m", "--max-cost", "1"], "needs the pr"),
+    (
+      ["--endpoint", "u", "--endpoint-model", "m", "--max-cost", "1"],
+      "the prices of every endpoint",
+    ),
     (["--endpoint", "u", "--endpoints", '[{"url": "u", "model": "m"}]'], "leave out"),
-    (["--endpoint", "u"], "llm needs"),
+    (["--endpoint", "u"], "for --proposer llm, got"),
   ],
 )
 def test_incomplete_endpoints_are_one_sentence(tmp_path, capsys, words, match):

@@ -203,10 +203,22 @@ RUN_FILE = "run.json: expected the options of a run, got"
   ("name", "before", "after", "verb", "told"),
   [
     ("log.jsonl", '"n":3,', '"n":x,', "report", "breaks at event 3"),
-    ("log.jsonl", '"n":3,', '"n":x,', "resume", "event 3 was .* the same version"),
+    (
+      "log.jsonl",
+      '"n":3,',
+      '"n":x,',
+      "resume",
+      "event 3 as it was, .* the same version",
+    ),
     ("run.json", "{", "", "status", RUN_FILE),
     ("run.json", '"budget"', '"calls"', "resume", RUN_FILE),
-    ("run.json", '"budget": 10', '"budget": 9', "resume", "event 0 was .* the same"),
+    (
+      "run.json",
+      '"budget": 10',
+      '"budget": 9',
+      "resume",
+      "event 0 as it was, .* the same",
+    ),
     ("run.json", '"seed": 3', '"sea": 3', "verify", RUN_FILE),
   ],
 )
@@ -225,7 +237,8 @@ def test_an_option_that_a_task_does_not_know_is_told(tmp_path, capsys):
   words = start(tmp_path / "run", "--task-options", '{"sea": 3}')
   assert main(words) == 2
   told = " ".join(capsys.readouterr().err.split())
-  assert "task: world: got an unexpected keyword argument 'sea'; its options" in told
+  assert "task: world: expected options that fit" in told
+  assert "got an unexpected keyword argument 'sea'" in told
   assert not (tmp_path / "run").exists()
 
 
@@ -266,5 +279,5 @@ def test_options_survive_the_folder(tmp_path):
   runs.write_options(tmp_path / "run", made)
   assert runs.read_options(tmp_path / "run") == made
   assert json.loads((tmp_path / "run" / "run.json").read_text())["sandbox"] == "strict"
-  with pytest.raises(FileNotFoundError, match="no run"):
+  with pytest.raises(FileNotFoundError, match="the folder of a run"):
     runs.read_options(tmp_path)

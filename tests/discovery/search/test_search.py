@@ -221,7 +221,7 @@ def test_a_ledger_reserves_settles_and_reuses():
   ledger = Ledger(5)
   ledger.reserve(Counter(candidate=1, control=2))
   assert ledger.left == 2
-  with pytest.raises(ValueError, match="do not fit"):
+  with pytest.raises(ValueError, match="calls that are left"):
     ledger.reserve(Counter(candidate=3))
   condition = lambda name, kind, cost, exec_id: Condition(
     name, kind, Call({}, {}, {}), cost, exec_id

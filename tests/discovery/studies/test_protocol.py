@@ -181,7 +181,7 @@ def test_a_folder_is_frozen_by_all_that_could_tune_a_comparison(tmp_path, what, 
   before = json.loads((folder.path / "frozen.json").read_text())
   assert what in before
   (tmp_path / "frozen.json").write_text(json.dumps({**before, what: "other"}))
-  with pytest.raises(ValueError, match=f"frozen with other {what}"):
+  with pytest.raises(ValueError, match=f"frozen with, got other {what}"):
     study.Folder(tmp_path, folder.options)
 
 
@@ -223,7 +223,7 @@ def test_scores_stay_sealed_until_the_run_is_closed(folder, summary, tmp_path):
   log = opened / "log.jsonl"
   log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
   assert heldout.unsealed(opened) == []
-  with pytest.raises(ValueError, match="not closed"):
+  with pytest.raises(ValueError, match="has been closed"):
     heldout.score_closed(opened, TASK, folder.executor(TASK), None)
 
 

@@ -133,14 +133,24 @@ def test_values_plan_and_held_out(folder):
       "evaluate.py",
       '"outputs": [ROW], "doc": "The',
       '"results": [ROW], "doc": "The',
-      r"HOOKS\['shift'\] needs",
+      r"HOOKS\['shift'\]: expected arguments",
     ),
     ("evaluate.py", "ROW = (", "ROW = = (", "that can be imported, got SyntaxError"),
     ("evaluate.py", "ROW = (", "raise SystemExit(1)\nROW = (", "got SystemExit"),
     ("evaluate.py", "1e-3}", "float('nan')}", "expected finite margins"),
     ("evaluate.py", "1e-3}", "-1.0}", "expected finite margins"),
-    ("evaluate.py", '"float32", (4,)', '"float33", (4,)', r"HOOKS\['clean'\] needs"),
-    ("evaluate.py", '"float32", (4,)', '"float32", (-4,)', r"HOOKS\['clean'\] needs"),
+    (
+      "evaluate.py",
+      '"float32", (4,)',
+      '"float33", (4,)',
+      r"HOOKS\['clean'\]: expected arguments",
+    ),
+    (
+      "evaluate.py",
+      '"float32", (4,)',
+      '"float32", (-4,)',
+      r"HOOKS\['clean'\]: expected arguments",
+    ),
   ],
 )
 def test_what_the_files_lack_is_said(folder, tmp_path, capsys, file, old, new, message):

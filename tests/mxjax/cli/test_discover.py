@@ -155,8 +155,8 @@ TOGETHER = [
   ("--transfer-model x", "no model or dtype"),
   ("--paper-allocation --budget 100", "allocation of 100 calls"),
   ("--start hires", "--start: program: PLAN"),
-  ("--proposer expressions", "unknown proposer 'expressions'"),
-  ("--proposer magic", "unknown proposer 'magic'"),
+  ("--proposer expressions", "human, got 'expressions'"),
+  ("--proposer magic", "human, got 'magic'"),
   ("--proposer cassette", "expected --cassette with the file"),
   ("--endpoint http://x", "--proposer llm or cassette beside --endpoint"),
   ("--max-tokens 5", "--proposer llm or cassette beside --max-tokens"),
@@ -172,7 +172,7 @@ OF_STUDIES = [
   ("--seed 5", "got --seed 5; leave"),
   ("--holdout off", "got --holdout off; leave"),
   ("--as-in-paper", "got --as-in-paper; leave"),
-  ("--paper-allocation --budget 60", "divides 240 calls, got 60"),
+  ("--paper-allocation --budget 60", "240 calls that the paper divides, got 60"),
 ]
 
 
