@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import (
@@ -12,9 +12,12 @@ from mxjax.discovery.core.residual import (
   Residual,
   Symbol,
 )
-from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call, Parts
 from mxjax.discovery.core.verdict import FORBIDDING
+
+if TYPE_CHECKING:
+  # The store imports numpy, and help of a command must not wait for it.
+  from mxjax.discovery.core.store import Store
 
 Evidence = Literal["none", "score", "text", "reflect", "verdict"]
 """What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
@@ -312,7 +315,7 @@ class ExhaustedError(ProposerError):
   """Raised when nothing is left for this parent; another parent may still work."""
 
 
-def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
+def answer(store: "Store", key: str, ask: Callable[[], Proposal]) -> Proposal:
   """Returns a proposer's answer, from the run folder if it was given before.
 
   `key` identifies the answer within the run, and its parent. An exhausted parent is

@@ -359,8 +359,8 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
     raise ValueRefusal(
       "discover",
       expected="a task whose default program runs",
-      got=f"{ended.status}: {ended.detail} of {dict(task.spec)}",
-      mend="mend the task before a run",
+      got=f"{ended.status}: {ended.detail}",
+      mend=f"mend the task before a run; its options are {dict(task.spec)}",
     )
   return seconds
 

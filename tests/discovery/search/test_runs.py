@@ -75,7 +75,7 @@ def test_shared_compiled_programs_change_nothing(finished, tmp_path):
 def test_compiled_programs_are_not_shared_where_they_cannot_be(tmp_path, capsys):
   options = ["--sandbox", "off", "--compiled", str(tmp_path / "compiled")]
   assert main(start(tmp_path / "run", *options)) != 0
-  assert "--compiled is for jailed workers" in capsys.readouterr().err
+  assert "--compiled: expected jailed workers" in capsys.readouterr().err
   assert not (tmp_path / "run" / "log.jsonl").exists()
 
 

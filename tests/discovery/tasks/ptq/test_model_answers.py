@@ -183,8 +183,10 @@ def test_the_free_proxy_was_told_by_linear(played):
 def test_values_come_by_linear_in_the_prompt(played):
   _, model, _ = played
   shown = model.requests[0]["messages"][1]["content"]
-  assert re.search(r"Its operator_error part by part:\n  layer_0: q_proj \d", shown)
-  assert "  layer_1: " in shown
+  assert re.search(
+    r"Its operator_error part by part:\n  layers_0: .*\bq_proj \d", shown
+  )
+  assert "  layers_1: " in shown
 
 
 def test_rivals_are_ours_and_stand_in_the_packet(played):
