@@ -181,7 +181,7 @@ def build(bench, shape, key):
   """
   from mxjax import methods
   from mxjax.calibration.calibration import Calibration
-  from mxjax.run.quantize import run, save_every
+  from mxjax.run.quantize import default_save_every, run
 
   sequences, length = bench.size((128, 2048), (2, 16))
   config = gpu_models.config_of(shape, layers=2)
@@ -217,7 +217,7 @@ def build(bench, shape, key):
     on_disk, written = quantize(pathlib.Path(folder) / "run")
   # Two layers and the hidden states between them, of which HiRes has three sets.
   layer, writing = seconds / 2, written.clock.seconds["writing"]
-  saved = save_every(3 * tokens.size * shape.hidden * 2)
+  saved = default_save_every(3 * tokens.size * shape.hidden * 2)
   stats = jax.devices()[0].memory_stats() or {}
   return {
     "sequences": sequences,

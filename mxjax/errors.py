@@ -109,8 +109,9 @@ class BlockingIORefusal(OSRefusal, BlockingIOError):
 def within(place: Place) -> Iterator[None]:
   """Puts `place` before the place of what is refused in this block.
 
-  A ValueError that is no `Refusal`, such as one of a user's own program, gets `place`
-  before its text.
+  A ValueError that is no `Refusal`, such as one of a user's own program, becomes a
+  plain ValueError with `place` before its text, raised from the first: constructors of
+  subclasses, such as UnicodeDecodeError, take other arguments than a text.
   """
   try:
     yield

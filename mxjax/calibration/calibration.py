@@ -76,9 +76,11 @@ def model_ids(
   ids = token_ids(tokens, place, vocabulary=vocabulary)
   positions = getattr(config, "max_positions", None)
   if positions and ids.ndim and ids.shape[-1] > positions:
-    raise ValueError(
-      f"{place}: expected windows of at most {positions} tokens, the positions of the "
-      f"model, got {ids.shape[-1]}; ask for shorter windows."
+    raise ValueRefusal(
+      place,
+      expected=f"windows of at most {positions} tokens, the positions of the model",
+      got=ids.shape[-1],
+      mend="ask for shorter windows",
     )
   return ids
 

@@ -47,7 +47,9 @@ def quantize_layer(
   with report.stage("calibration"):
     captured = Captured(setup, trajectories, float_layer)
 
-  # Construct and fold T and D; realize legal W4 with GPTQ; install dynamic A4.
+  # Construct and fold T and D; realize legal W4 with GPTQ; install dynamic A4. All of
+  # it is `quantize_linear`, which calls the program's stages I and II; `groups` are
+  # what some methods learn once for all linears that read the same inputs.
   leaves, linears = {}, {}
   with report.stage("quantization"), precision.float64_scope():
     groups = _shape_groups(setup, captured, float_layer, name)
@@ -69,7 +71,9 @@ def quantize_layer(
   del inputs, leaves, groups
   captured.release_inputs()
 
-  # Fit and install attention recovery; remeasure, fit and install MLP recovery.
+  # Fit and install attention recovery; remeasure, fit and install MLP recovery. Each
+  # fit has hidden states of its own, those of the model with all earlier fits installed
+  # and no later ones: one pass over the layers does what one for each fit would.
   quantized, recovery = dict(parent), {}
   for place, fit in enumerate(program.recover):
     with report.stage(f"{fit.name} recovery"), precision.float64_scope():

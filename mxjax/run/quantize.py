@@ -31,7 +31,7 @@ MOST_LAYERS_AGAIN = 8
 """Layers after which hidden states are written at the latest, by default."""
 
 
-def save_every(nbytes: int) -> int:
+def default_save_every(nbytes: int) -> int:
   """Returns after how many layers hidden states of so many bytes are written.
 
   Three sets of 128 x 2,048 tokens of width 4,096 in bfloat16 are 6.4 GB; writing them
@@ -59,6 +59,8 @@ def run(
   save_every: int | None = None,
 ) -> Result:
   """Quantizes as `mxjax.quantize` does, and also returns the record of the run.
+
+  `run_dir` may also be a `RunFolder` that the caller has opened, and closes.
 
   Returns:
     The quantized params, the record, and the float params that were quantized.
@@ -106,6 +108,7 @@ def _run_in(
   placement, count = setup.placement, setup.model.num_layers
   resumed, clock = [], StageClock()
   if folder:
+    # A process that resumes with other options than the rest would mix two runs.
     identity = setup.identity()
     processes.check_same("model, data and options", identity, placement.mesh)
     here = environment(placement, setup.model)
@@ -129,7 +132,7 @@ def _run_in(
   if len(records) < count:
     trajectories = Trajectories.begin(setup, folder, report)
     if folder and every is None:
-      every = save_every(trajectories.nbytes())
+      every = default_save_every(trajectories.nbytes())
     for finished in range(len(records) + 1, count + 1):
       made = quantize_layer(setup, trajectories, report)
       is_stopping = bool(stop and processes.any_of(stop(), placement.mesh))
@@ -148,6 +151,7 @@ def _run_in(
       if is_stopping:
         raise Stopped(finished, count)
   else:
+    # No layer was left to do, so that nothing was saved after any.
     every = None
 
   tuning = None
@@ -191,9 +195,11 @@ def _run_in(
 
 
 def _streams(trajectories: Trajectories, *, saves: bool, is_last: bool) -> Any:
-  """Returns what a layer's files have of the hidden states: all, none, or nothing yet.
+  """Returns the hidden states that are written with a layer, by name.
 
-  The last layer leaves none; None says that they were not written after this layer.
+  Without a turn to save it is None, and the folder keeps those of an earlier layer.
+  After the last layer it is empty, and the folder removes those it has: nothing reads
+  them any more.
   """
   if is_last:
     return {}

@@ -1,4 +1,8 @@
-"""Who is quantized, on what, and how: one frozen value, made once and checked once."""
+"""Who is quantized, on what, and how: one frozen value, `Setup`.
+
+`Setup.of` makes and checks it; `prepared` returns the one that the run uses, in which a
+method may have rewritten the model.
+"""
 
 import dataclasses
 import functools
@@ -22,6 +26,7 @@ from mxjax.calibration.calibration import (
 from mxjax.calibration.store import params_digest
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.errors import TypeRefusal, ValueRefusal
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.by_rule import ByRule
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import Contract
@@ -62,8 +67,8 @@ class Setup:
     probe: Whether each linear is measured for the record.
     store: The folder of statistics that runs on the same model and tokens share.
     learned: What `Program.prepare` learned, by path of a linear.
-    preparation: The record of `Program.prepare`, and notes about a module of any kind.
-    own: Params of a module of any kind as its author has them; else None.
+    preparation: The record of `Program.prepare`, and notes about a `FlaxModel`.
+    own: Params of a `FlaxModel` as its author has them; else None.
   """
 
   params: Params
@@ -225,7 +230,7 @@ def _check_model(setup: Setup) -> None:
   if lacking:
     raise ValueRefusal(
       "quantize",
-      expected=f"in every layer what the recovery of {program.name} reads "
+      expected=f"in the first layer what the recovery of {program.name} reads "
       f"({', '.join(fit.name for fit in program.recover)})",
       got=f"taps {', '.join(sorted(found))}: {', '.join(lacking)}",
       mend="add it, or pass dataclasses.replace(program, recover=...) with the fits "
@@ -258,7 +263,9 @@ def _check_weights(setup: Setup) -> None:
       weight = layer[block][name]["weight"]
       path = f"{layer_name}/{block}/{name}"
       if not isinstance(weight, (jax.Array, np.ndarray)):
-        complaints.append(f"{path}, already quantized")
+        is_quantized = isinstance(weight, QuantizedLinear)
+        told = "already quantized" if is_quantized else f"a {type(weight).__name__}"
+        complaints.append(f"{path}, {told}")
         continue
       if weight.shape[-1] % size:
         complaints.append(f"{path} of input width {weight.shape[-1]}")

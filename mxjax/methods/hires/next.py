@@ -13,9 +13,12 @@ Moments and the Hessian weight tokens and outputs by the Fisher information
 the Hessian ten times as much, and compensates along both axes (`two_sided`). The chart
 is the geometric mean of both moments. The maps are refitted to the rounded weights
 (`map_refit` of the numerics), after which the activations' rule needs no K_Q and
-changes up to two codes of a block (`few_codes`). Scale distillation moves the input
-maps at the end; after it, recovery brings nothing and is left out. See
-`docs/results/hires_next.md`.
+changes up to two codes of a block (`few_codes`). Exponents are searched and codes are
+revisited as in `hires-descent`. At the end scale distillation learns a factor for every
+input channel, which multiplies the columns of the input map; after it, recovery brings
+nothing and is left out. See `docs/results/hires_next.md`.
+
+One class has the options of both, and its defaults are those of `hires-descent`.
 """
 
 import dataclasses
@@ -140,6 +143,7 @@ class HiResNext(Program):
     if not self.refit_maps:
       return Realization(codes, rounding, record=record)
     refit, errors = refitted(weight, codes.decoded, inputs, input_map)
+    # The refitted map has moved what the one-code rule's K_Q was computed for.
     if isinstance(rounding, OneCode) and self.rounding == "full":
       rounding = dataclasses.replace(rounding, cross=refit.cross)
     record |= {"refit_errors": errors}
@@ -148,7 +152,8 @@ class HiResNext(Program):
 
 @execution.jit(static_argnames=("changes", "rounds_up"))
 def few_codes_rule(decoded: jax.Array, changes: int, rounds_up: bool) -> FewCodes:
-  """Builds the rule of a few codes for weights as in `stage2.activation_rule`."""
+  """Returns the rule of a few codes for decoded W4 weights, `[blocks, 32, rows]`."""
+  # Against themselves the weights have no errors, so that only G_Q is left.
   gram, _ = one_code.tables(decoded, decoded)
   return FewCodes(one_code.pack_symmetric(gram), changes, rounds_up)
 

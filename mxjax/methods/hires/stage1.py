@@ -3,8 +3,9 @@
 Paper: Section HiRes, "Geometric Shaping", with Appendix "Algorithm Details". In the
 order of `shape`: the reference chart P_ref; the interaction K, from the errors of an
 encoding pass in its coordinates; T = R_H G P_ref with G = I + K at unit volume; and the
-balance D of three encoded trials. All of it is float64; the installed map is rounded to
-float32.
+balance D of three encoded trials. Moments and what is solved from them are float64.
+What is encoded on the way, in the anchor pass and the trials, is float32, as in a
+quantized model; so is the installed map.
 """
 
 import functools
@@ -127,10 +128,11 @@ def spectral_norm(matrices: jax.Array) -> jax.Array:
 
 
 class _Anchor(NamedTuple):
-  """Constants of the anchor pass; `[blocks, 32, 32]`, with a leading axis of folds.
+  """Constants of the anchor pass.
 
-  `chart` is P_ref, float64; `rotated` is R_H P_ref, float32, which maps native to
-  anchor coordinates; the weight folds are C_W and K_W by fold, float64.
+  `chart` is P_ref, float64 `[blocks, 32, 32]`; `rotated` is R_H P_ref, float32, which
+  maps native to anchor coordinates. `weight_folds` and `weight_cross_folds` are C_W and
+  K_W of both folds, float64 `[2, blocks, 32, 32]`.
   """
 
   chart: jax.Array

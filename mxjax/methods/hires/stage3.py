@@ -1,7 +1,7 @@
 """Stage III of HiRes: structural recovery of attention values and gated MLPs.
 
 Paper: Section HiRes, "Structural Recovery", and the third part of Algorithm hiresmx.
-Attention is fitted first (Eq. attention-recovery-fit), installed, and the MLP is then
+Attention is fitted first (Eq. hires-vo-fit), installed, and the MLP is then
 measured on the layer that results (Eq. conditional-stage). Moments are summed over the
 calibration sequences; the solves are in `value_recovery` and `mlp_recovery` of the
 numerics.

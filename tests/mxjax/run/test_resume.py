@@ -205,7 +205,7 @@ def test_a_stopped_run_loses_nothing(deep, tmp_path):
 
 def test_how_often_hidden_states_are_written_depends_on_their_size(deep, tmp_path):
   sizes = (0, 1, 2**30, 2**30 + 1, 3 * 2**31, 2**40)
-  assert [quantize.save_every(size) for size in sizes] == [1, 1, 1, 2, 6, 8]
+  assert [quantize.default_save_every(size) for size in sizes] == [1, 1, 1, 2, 6, 8]
   setup = Setup.of(*deep, PROGRAM, PAPER_CONTRACT, chunk=2)
   trajectories = Trajectories.begin(setup, None, Report(PROGRAM, 4, StageClock()))
   nbytes = trajectories.nbytes()
