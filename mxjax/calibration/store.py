@@ -9,13 +9,16 @@ import hashlib
 import json
 import os
 import pathlib
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
 from mxjax.storage.atomic_io import read_checked, write_checked
 from mxjax.storage.tree_io import flatten
 
@@ -31,6 +34,41 @@ def params_digest(params: Params) -> str:
       digest.update(f"{name}/{path} {array.dtype} {array.shape}".encode())
       digest.update(np.ascontiguousarray(array).tobytes())
   return digest.hexdigest()
+
+
+def computation_digest(model: CausalLanguageModel, params: Params, inputs: Any) -> str:
+  """Computes the hex SHA-256 of what a model computes from one example's embedding on.
+
+  It is that of the traced layers: another activation function, epsilon or mask changes
+  it, and other weights of the same shapes do not.
+  """
+  digest = hashlib.sha256()
+
+  def trace(function: Callable[..., Any], *arguments: Any) -> Any:
+    shapes = jax.eval_shape(lambda *given: given, *arguments)
+    traced, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    # Functions in the text of a program have their addresses, which differ each time.
+    digest.update(re.sub("0x[0-9a-f]+", "", str(traced.jaxpr)).encode())
+    for constant in traced.consts:
+      digest.update(np.ascontiguousarray(constant).tobytes())
+    return result
+
+  example = jax.tree.map(lambda array: array[:1], inputs)
+  hidden = trace(model.embed, streams.outer_params(model, params), example)
+  for index in range(model.num_layers):
+    hidden, _ = trace(model.layer_with_taps, params[model.layer_name(index)], hidden)
+  return digest.hexdigest()
+
+
+def model_identity(model: CausalLanguageModel, params: Params, inputs: Any) -> Any:
+  """Returns what, beside weights, determines a model's hidden states, JSON-ready.
+
+  It is the model's config, where that has `to_dict`, and else the digest of what the
+  model computes.
+  """
+  # Equal weights compute other states with another rotary base, epsilon or dtype.
+  to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+  return to_dict() if to_dict else computation_digest(model, params, inputs)
 
 
 def _write(path: pathlib.Path, array: Any) -> None:
@@ -72,13 +110,10 @@ class CalibrationStore:
   ) -> None:
     """Derives the folder from the content of params and tokens; writes nothing.
 
-    `root` has one subfolder for each content key, which includes the model's config, if
-    that has `to_dict`.
+    `root` has one subfolder for each content key, which includes `model_identity`.
     """
-    # Equal weights compute other states with another rotary base, epsilon or dtype.
-    config = getattr(calib.model, "config", None)
-    to_dict = getattr(config, "to_dict", dict)
-    described = json.dumps(to_dict(), sort_keys=True)
+    identity = model_identity(calib.model, params, calib.tokens)
+    described = json.dumps(identity, sort_keys=True)
     parts = [FORMAT, params_digest(params), calib.fingerprint, described]
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     self.path = pathlib.Path(root) / key[:16]

@@ -14,6 +14,7 @@ not depend on their number of rows.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -73,6 +74,10 @@ class Placement:
       ValueError: On a mesh, the sequences do not divide over the devices, or `chunk`
         was set as well.
     """
+    if isinstance(chunk, bool) or not isinstance(chunk, Integral) or chunk < 1:
+      raise ValueRefusal(
+        "quantize", expected="a chunk of 1 sequence or more", got=chunk
+      )
     if self.mesh is None:
       return chunk
     if chunk != 1:

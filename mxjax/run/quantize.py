@@ -67,6 +67,13 @@ def run(
   """
   if save_every is not None and save_every < 1:
     raise ValueRefusal("quantize", "save_every of at least 1", got=save_every)
+  if resume and run_dir is None:
+    raise ValueRefusal(
+      "quantize",
+      expected="a run_dir beside resume=True",
+      got="none",
+      mend="name the folder of the run to resume",
+    )
   setup = Setup.of(
     params,
     calib,

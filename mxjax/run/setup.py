@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,7 +24,7 @@ from mxjax.calibration.calibration import (
   Params,
   targets,
 )
-from mxjax.calibration.store import params_digest
+from mxjax.calibration.store import model_identity, params_digest
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -115,6 +116,14 @@ class Setup:
         got="both, but what a store holds was computed by one device",
         mend="leave one of them out",
       )
+    _check_types(params, calib, method, contract)
+    if into is params:
+      raise ValueRefusal(
+        "quantize",
+        expected="a mapping of its own for into",
+        got="the params that are quantized, with which the result is compared",
+        mend="pass an empty dict or another LayerStore",
+      )
     placement, program = Placement.of(mesh), methods.get(method)
     setup = cls(params, calib, program, contract, placement, probe=probe, store=store)
     if isinstance(calib.model, AnyModule):
@@ -161,12 +170,13 @@ class Setup:
 
     It is JSON-ready, and reads every weight.
     """
-    config = getattr(self.model, "config", None)
+    kind = type(self.program)
     return {
       "program": dict(self.program.describe()),
+      "program class": f"{kind.__module__}.{kind.__qualname__}",
       "contract": self.contract.hash,
       "calibration": self.data(),
-      "model": None if config is None else config.to_dict(),
+      "model": model_identity(self.model, self.params, self.calib.tokens),
       "weights": params_digest(self.params),
     }
 
@@ -216,6 +226,7 @@ def _check_model(setup: Setup) -> None:
       mend="wrap a Flax module of your own as mxjax.FlaxModel(module=...), or give the "
       "model these members",
     )
+  _check_layers(setup)
   program = setup.program
   if not program.recover:
     return
@@ -235,6 +246,33 @@ def _check_model(setup: Setup) -> None:
       got=f"taps {', '.join(sorted(found))}: {', '.join(lacking)}",
       mend="add it, or pass dataclasses.replace(program, recover=...) with the fits "
       "that the model has",
+    )
+
+
+def _check_types(params: Any, calib: Any, method: Any, contract: Any) -> None:
+  """Checks what kinds of objects the arguments are; calls swap and forget them."""
+  for name, given, kinds, mend in (
+    ("params", params, Mapping, "pass the model's params, a nested dict of arrays"),
+    ("calib", calib, Calibration, "pass mxjax.Calibration(model, tokens)"),
+    ("method", method, str | Program, "pass a name, such as 'hires', or a Program"),
+    ("contract", contract, Contract, "pass mxjax.Contract(...), or leave it out"),
+  ):
+    if not isinstance(given, kinds):
+      wanted = getattr(kinds, "__name__", "str or Program")
+      raise TypeRefusal(
+        "quantize", expected=f"{name}: {wanted}", got=type(given).__name__, mend=mend
+      )
+
+
+def _check_layers(setup: Setup) -> None:
+  """Checks that the params have every layer of the model."""
+  if missing := [name for name in setup.layers if name not in setup.params]:
+    wrapped = set(setup.params) == {"params"}
+    raise ValueRefusal(
+      "quantize",
+      expected="params of every layer of the model",
+      got=f"none of {', '.join(missing)}",
+      mend="pass params['params']" if wrapped else "pass the params of this model",
     )
 
 
@@ -260,12 +298,18 @@ def _check_weights(setup: Setup) -> None:
   for layer_name in setup.layers:
     layer = setup.params[layer_name]
     for block, name in setup.targets:
-      weight = layer[block][name]["weight"]
+      weight = layer.get(block, {}).get(name, {}).get("weight")
       path = f"{layer_name}/{block}/{name}"
+      if weight is None:
+        complaints.append(f"{path} without a weight")
+        continue
       if not isinstance(weight, (jax.Array, np.ndarray)):
         is_quantized = isinstance(weight, QuantizedLinear)
         told = "already quantized" if is_quantized else f"a {type(weight).__name__}"
         complaints.append(f"{path}, {told}")
+        continue
+      if weight.ndim < 2 or not jnp.issubdtype(weight.dtype, jnp.floating):
+        complaints.append(f"{path}, {weight.dtype} {list(weight.shape)}")
         continue
       if weight.shape[-1] % size:
         complaints.append(f"{path} of input width {weight.shape[-1]}")

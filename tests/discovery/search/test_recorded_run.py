@@ -1,9 +1,9 @@
-"""A run whose proposals a language model wrote at an endpoint, replayed from its replies.
+"""A run whose proposals a language model wrote at an endpoint, replayed from replies.
 
 `tests/golden/world_by_a_model` holds the replies, addressed by the hash of the prompt
 that each one answers, and the log of the run that they made. The model knew the prompts
 alone. A prompt that changes by a letter has no recorded reply: where prompts must
-change, record the run again, with `words` below, `--proposer llm` and no sandbox option.
+change, record the run again, with `words` below, `--proposer llm` and the jail.
 """
 
 import json
