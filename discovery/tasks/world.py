@@ -120,7 +120,6 @@ class World(Defaults):
   """
 
   name, target = "world", "loss"
-  phases: Sequence[str] = ("measure",)
   interface = INTERFACE
   regimes = REGIMES
   margins: Mapping[str, float] = {
@@ -193,16 +192,6 @@ class World(Defaults):
   def contract(self) -> Mapping[str, Any]:
     """Digest of the truth, which stands for weights, tokens and evaluator."""
     return {"world": identity.digest([self.truth, self.prerequisite, self._transfer])}
-
-  def readable(self, phase: str) -> Sequence[str]:
-    """Returns no files."""
-    del phase
-    return ()
-
-  def open(self, phase: str) -> Self:
-    """Returns the world, which is its own session."""
-    del phase
-    return self
 
   def holdout(self) -> Self:
     """Returns the same truth with other magnitudes and another draw of the noise."""

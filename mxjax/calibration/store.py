@@ -2,7 +2,8 @@
 
 The store holds the hidden states entering every layer and the reductions of every
 linear input, so a later run need not rerun the float layers. The key hashes the content
-of params, config and tokens: one store can hold several models and calibration sets.
+of params and tokens, and the model's config or else its computation: one store can hold
+several models and calibration sets.
 """
 
 import hashlib
@@ -37,10 +38,10 @@ def params_digest(params: Params) -> str:
 
 
 def computation_digest(model: CausalLanguageModel, params: Params, inputs: Any) -> str:
-  """Computes the hex SHA-256 of what a model computes from one example's embedding on.
+  """Computes the hex SHA-256 of the program that takes one example to its outputs.
 
-  It is that of the traced layers: another activation function, epsilon or mask changes
-  it, and other weights of the same shapes do not.
+  It is that of the traced embedding, layers and outputs: another activation function,
+  epsilon or mask changes it, and other weights of the same shapes do not.
   """
   digest = hashlib.sha256()
 
@@ -54,14 +55,20 @@ def computation_digest(model: CausalLanguageModel, params: Params, inputs: Any) 
     return result
 
   example = jax.tree.map(lambda array: array[:1], inputs)
-  hidden = trace(model.embed, streams.outer_params(model, params), example)
+  outer = streams.outer_params(model, params)
+  hidden = trace(model.embed, outer, example)
   for index in range(model.num_layers):
     hidden, _ = trace(model.layer_with_taps, params[model.layer_name(index)], hidden)
+  # A `FlaxModel` has outputs of any kind in place of logits.
+  if outputs := getattr(model, "outputs", None):
+    trace(outputs, params, example)
+  else:
+    trace(model.logits, outer, hidden)
   return digest.hexdigest()
 
 
 def model_identity(model: CausalLanguageModel, params: Params, inputs: Any) -> Any:
-  """Returns what, beside weights, determines a model's hidden states, JSON-ready.
+  """Returns what, beside weights, determines a model's outputs, JSON-ready.
 
   It is the model's config, where that has `to_dict`, and else the digest of what the
   model computes.

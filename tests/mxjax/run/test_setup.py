@@ -27,6 +27,7 @@ class OwnModel:
   """A `CausalLanguageModel` without a config, of one layer."""
 
   eps: float
+  cap: float = 30.0
   num_layers = 1
   projection_taps = {("mlp", "up_proj"): "x"}  # noqa: RUF012
 
@@ -44,7 +45,7 @@ class OwnModel:
     return hidden + mxjax.linear(x, params["mlp"]["up_proj"]["weight"]), {"x": x}
 
   def logits(self, params, hidden):
-    return hidden @ params["embedding"].T
+    return self.cap * jnp.tanh(hidden @ params["embedding"].T / self.cap)
 
 
 class Network(nn.Module):
@@ -85,6 +86,8 @@ def test_models_that_compute_otherwise_are_other_runs_and_other_stores():
   assert ids[0] == ids[1]
   assert ids[0]["weights"] == ids[2]["weights"]
   assert ids[0]["model"] != ids[2]["model"]
+  capped = identity(OwnModel(1e-5, cap=2.0), own_params(), TOKENS)
+  assert capped["model"] != ids[0]["model"], "tuning and the gate read logits"
   calibs = [Calibration(OwnModel(eps), TOKENS) for eps in (1e-5, 1e-5, 10.0)]
   keys = [CalibrationStore("s", own_params(), calib).path for calib in calibs]
   assert keys[0] == keys[1] != keys[2]
