@@ -35,9 +35,9 @@ check: install
 docs: install
 	$(VENV)/bin/python -m sphinx -qEW --keep-going docs build/docs
 
-# Compiles the kernels for an H200, without one: the CUDA plugin of jax (140 MB, none
+# Compiles the kernels for four GPUs, without one: the CUDA plugin of jax (140 MB, none
 # of CUDA's libraries) goes into a folder that nothing else sees. Then `make check`
-# compiles them too. Needs ptxas and libdevice of a CUDA toolkit. At last an emulator
+# compiles them for an H200 too. Needs ptxas and libdevice of a CUDA toolkit. At last an emulator
 # executes what the compiler made.
 $(CUDA_PLUGIN)/.installed: $(VENV)/.installed
 	rm -rf $(CUDA_PLUGIN)

@@ -89,7 +89,7 @@ def count(ptx, folder, per_thread, passes=1, loops_alike=1):
   """
   cubin = folder / "kernel.cubin"
   tool = compile_kernels.toolkit() / "bin" / "ptxas"
-  architecture = f"-arch={compile_kernels.ARCHITECTURE}"
+  architecture = f"-arch={compile_kernels.HOPPER.name}"
   subprocess.run([tool, architecture, "-o", cubin, ptx], check=True)
   sass = subprocess.run(
     [disassembler(), "-c", cubin], capture_output=True, text=True, check=True
@@ -193,7 +193,7 @@ def cases():
   values = tile.outputs * tile.blocks * 32
   passes = 4096 // (tile.blocks * 32 * tile.splits)
   add("int8 x packed, 1 row", values, tile.warps * 32, packed, passes)
-  tile = prefill.Tile.of(128, compile_kernels.KIND)
+  tile = prefill.Tile.of(128, compile_kernels.HOPPER.capability)
   # Values are scores, of a program with half of the keys.
   passes = 1024 // tile.chunk
   add("attention, 2048 tokens", tile.rows * tile.chunk, tile.warps * 32, 0, passes)
@@ -209,7 +209,7 @@ def mosaic_cases(packed):
 
   width = refinement.BLOCKS * 32
   tiles, pairs = 2048 // refinement.ROWS, 4096 // width
-  passes = -(-tiles // (refinement.AT_ONCE // pairs))
+  passes = -(-tiles // (3 * MULTIPROCESSORS // pairs))
   yield "Mosaic encode bfloat16", encode.BLOCKS * 32, 128, 2 + packed
   for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):
     case = f"Mosaic one code, {name}"
@@ -359,7 +359,7 @@ def main():
   document = {
     "command": "python benchmarks/gpu_counts.py",
     "date": datetime.date.today().isoformat(),
-    "compiled for": f"{compile_kernels.ARCHITECTURE}, nothing was run",
+    "compiled for": f"{compile_kernels.HOPPER.name}, nothing was run",
     "assumed": {
       "multiprocessors": MULTIPROCESSORS,
       "clock_GHz": CLOCK / 1e9,

@@ -84,7 +84,7 @@ def main():
   document = {
     "command": "python benchmarks/gpu_programs.py",
     "date": datetime.date.today().isoformat(),
-    "compiled for": f"{compile_kernels.ARCHITECTURE}, nothing was run",
+    "compiled for": f"{compile_kernels.HOPPER.name}, nothing was run",
     "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib")},
     "functions": functions,
     "decoding": tokens,

@@ -40,7 +40,7 @@ from gpu_bench import Bench
 from mxjax.devices import execution
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
+from mxjax.pallas_kernels import choice, mxfp4_decode, mxfp4_encode
 from mxjax.pallas_kernels.products import float8, matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import one_code
@@ -161,7 +161,7 @@ def products(bench):
     x = jax.random.normal(jax.random.key(3), (rows, d), jnp.bfloat16)
     calls[rows, "bf16 weight"] = plain, (x, dense)
     calls |= {(rows, how): (run, (x, weight)) for how, run in packed.items()}
-    if rows >= matmul.LIBRARY_ROWS:
+    if rows >= choice.LIBRARY.rows:
       inputs = float8.of_tensor(mxfp4.encode(x))
       calls[rows, "float8"] = narrow, (inputs, weight, unit)
   results = bench.measure_kernels(calls)

@@ -138,7 +138,6 @@ def reconstruct(
     obstacle = f"it knows the paper's rules only, got {rules}"
   elif weight.dtype != jnp.float32 or upper.dtype != jnp.float32:
     obstacle = f"it takes float32, got {weight.dtype} and {upper.dtype}"
-  obstacle = obstacle or lowering.obstacle()
   implementation = implementations.choose(
     "pallas_kernels.gptq.reconstruct", implementation, pallas=obstacle
   )

@@ -4,8 +4,10 @@ Only this file knows the backend, besides the folder `mosaic`. Compiler paramete
 always explicit, because the default backend differs between JAX versions.
 """
 
+import importlib
 import math
-import os
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,43 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mxjax.errors import NotImplementedRefusal, ValueRefusal
+from mxjax.errors import NotImplementedRefusal
+from mxjax.numerics import implementations
 
 T = TypeVar("T")
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H200."""
+_MULTIPROCESSORS = 132
+"""Of an H200, where the target tells nothing, as in interpret mode."""
 
 BlockSpec = pl.BlockSpec
 program_id = pl.program_id
 when = pl.when
 columns = pl.ds
 """A half-open range of columns: (start, size)."""
-
-
-def backend() -> str:
-  """Returns what compiles kernels: `triton` or `mosaic`.
-
-  The environment variable MXJAX_PALLAS_BACKEND says it, read when a kernel is traced;
-  `triton` is the default.
-
-  Raises:
-    ValueError: It names another.
-  """
-  name = os.environ.get("MXJAX_PALLAS_BACKEND", "triton")
-  if name not in ("triton", "mosaic"):
-    raise ValueRefusal(
-      "MXJAX_PALLAS_BACKEND", expected="triton or mosaic", got=repr(name)
-    )
-  return name
-
-
-def obstacle(mosaic: str | None = "it has no Mosaic form") -> str | None:
-  """Returns why the chosen backend cannot make a kernel, or None.
-
-  `mosaic` says why its Mosaic form cannot take the arguments, or None. The Triton forms
-  ask for themselves.
-  """
-  return mosaic if backend() == "mosaic" else None
 
 
 def unaddressed(*arrays: Any) -> str | None:
@@ -69,10 +46,17 @@ def unaddressed(*arrays: Any) -> str | None:
   return None
 
 
-def device_kind() -> str:
-  """Returns the name of the device that computations target, such as `NVIDIA H200`."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  return (jax.devices()[0] if device is None else device).device_kind
+def multiprocessors() -> int:
+  """Returns how many multiprocessors the device has that computations target."""
+  return implementations.target().multiprocessors or _MULTIPROCESSORS
+
+
+def is_before(capability: implementations.Capability) -> bool:
+  """Returns whether computations target a GPU that is older than a capability.
+
+  Where a kernel is only interpreted, none is.
+  """
+  return (implementations.target().capability or capability) < capability
 
 
 def launch(
@@ -112,9 +96,42 @@ def launch(
     name=f"mxjax_{name}",
     input_output_aliases=dict(in_place or {}),
     interpret=interpret,
-    compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+    compiler_params=_parameters(num_warps=warps, num_stages=stages),
   )
   return call(*operands)
+
+
+def _without_warning() -> Any:
+  """Returns compiler parameters of Triton whose kernels are lowered without a warning.
+
+  jax 0.11 warns that it will remove Triton whenever a program with a kernel is lowered,
+  which is long after `launch`. It finds what lowers a kernel by the type of the
+  kernel's parameters, so a type of our own silences that warning for our kernels alone.
+  """
+  from jax._src.pallas import core
+
+  try:  # Loading it registers the rule.
+    importlib.import_module("jax._src.pallas.triton.pallas_call_registration")
+  except ImportError:  # A jaxlib that cannot lower for GPUs.
+    return triton.CompilerParams
+  rule: Any = core.get_lowering_rule(triton.CompilerParams, "gpu")
+  # What warnings are shown is a state of the process, not of a thread.
+  one_at_a_time = threading.Lock()
+
+  class Parameters(triton.CompilerParams):
+    pass
+
+  def lower(*operands: Any, **how: Any) -> Any:
+    with one_at_a_time, warnings.catch_warnings():
+      deprecated = "The Pallas Triton backend is deprecated"
+      warnings.filterwarnings("ignore", deprecated, DeprecationWarning)
+      return rule(*operands, **how)
+
+  core.register_lowering_rule(Parameters, lower, "gpu")
+  return Parameters
+
+
+_parameters = _without_warning()
 
 
 def with_reference(
@@ -147,8 +164,8 @@ def shares(tiles: int, steps: int, *, at_once: int = 4) -> int:
   each matters first, because the launch waits for the last program.
   """
   fit = [n for n in range(1, steps + 1) if steps % n == 0]
-  fit = [n for n in fit if n * tiles <= at_once * MULTIPROCESSORS] or [1]
-  rounds = lambda n: -(-n * tiles // MULTIPROCESSORS)
+  fit = [n for n in fit if n * tiles <= at_once * multiprocessors()] or [1]
+  rounds = lambda n: -(-n * tiles // multiprocessors())
   return max(fit, key=lambda n: (n * tiles / rounds(n), n))
 
 

@@ -49,14 +49,16 @@ mask."""
 def bfloat16_ptx() -> str:
   """Returns PTX from a byte of two codes and its duplicated scale to two bfloat16.
 
-  It uses the same two products as `planes.plane_ptx`, on neighbours instead of planes.
+  It uses the same two products as `planes.plane_ptx`, on neighbours instead of planes;
+  `pairs.py` says why each adds -0.
   """
   return f"""{{
-  .reg .b32 value, sign, half;
+  .reg .b32 value, sign, half, zero;
+  mov.b32 zero, 0x80008000;
   mov.b32 half, $1;{_TWO_CODES.format("0x00040040", "0x01C001C0")}
   mov.b32 sign, 0x7E807E80;
-  mul.rn.bf16x2 value, value, sign;
-  mul.rn.bf16x2 $0, value, $2;
+  fma.rn.bf16x2 value, value, sign, zero;
+  fma.rn.bf16x2 $0, value, $2, zero;
 }}"""
 
 
@@ -189,13 +191,17 @@ def launch_float8(
 
 
 def _choose(
-  place: str, implementation: Implementation | None, tensor: mxfp4.MXTensor
+  place: str,
+  implementation: Implementation | None,
+  tensor: mxfp4.MXTensor,
+  capability: implementations.Capability = implementations.KERNELS,
 ) -> Implementation:
-  obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   blocks = tensor.scales.size, mxfp4.BLOCK_SIZE // 2
-  obstacle = obstacle or lowering.unaddressed(jax.ShapeDtypeStruct(blocks, jnp.uint8))
-  obstacle = obstacle or lowering.obstacle()
-  return implementations.choose(place, implementation, pallas=obstacle)
+  obstacle = lowering.unaddressed(jax.ShapeDtypeStruct(blocks, jnp.uint8))
+  how = {"pallas": obstacle, "capability": capability}
+  chosen = implementations.choose(place, implementation, **how)
+  # No program has nothing to do.
+  return chosen if tensor.codes.size else "xla"
 
 
 def decode(
@@ -235,7 +241,9 @@ def decode_float8(
   The tensor is packed by the paper's scale rule, and `float8_range` must accept it;
   `unit` is the scale from there, a float32 scalar.
   """
-  implementation = _choose("pallas_kernels.decode_float8", implementation, tensor)
+  implementation = _choose(
+    "pallas_kernels.decode_float8", implementation, tensor, implementations.FLOAT8
+  )
   if implementation == "xla":
     return (mxfp4.decode(tensor, jnp.float32) * (1 / unit)).astype(FLOAT8)
   return launch_float8(tensor, unit, interpret=implementation == "interpret")

@@ -21,19 +21,9 @@ from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import encode as native_encode
 from mxjax.pallas_kernels import codec, lowering, pairs
-from mxjax.pallas_kernels.mosaic import encode as mosaic
 
 BLOCKS, WARPS = 256, 4
 """Blocks per program, and the warps that share them."""
-
-
-def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-  """Encodes pairs of bfloat16: int32 bytes `[n, 16]` and exponents `[n, 1]`."""
-  exponent = codec.block_exponent(pairs.largest(word))[:, None]
-  factor = jnp.broadcast_to(pairs.factor_words(exponent), word.shape)
-  how = {"interpret": interpret}
-  code = lowering.by_ptx(pairs.CODES_PTX, pairs.nearest_codes, word, factor, **how)
-  return code, exponent
 
 
 def _encode_kernel(
@@ -42,7 +32,11 @@ def _encode_kernel(
   mask = lowering.tail_mask(rows, BLOCKS, lowering.program_id(0))
   x = lowering.load(x_ref, mask)
   if x.dtype == jnp.int32:
-    packed, exponent = _encode_words(x, interpret=interpret)
+    # Pairs of bfloat16.
+    exponent = codec.block_exponent(pairs.largest(x))[:, None]
+    factor = jnp.broadcast_to(pairs.factor_words(exponent), x.shape)
+    encoding = pairs.codes_ptx(), pairs.nearest_codes
+    packed = lowering.by_ptx(*encoding, x, factor, interpret=interpret)
     packed = packed.astype(jnp.uint8)
   else:
     x = x.astype(jnp.float32)
@@ -55,8 +49,6 @@ def _encode_kernel(
 
 def launch(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
   """Runs the kernel on `[..., d]`, float32, bfloat16 or float16."""
-  if lowering.backend() == "mosaic":
-    return mosaic.encode(x, interpret=interpret)
   rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   blocks = x.reshape(rows, mxfp4.BLOCK_SIZE)
@@ -92,11 +84,9 @@ def _obstacle(x: jax.Array, rules: mxfp4.Rules) -> str | None:
     return f"it takes float32, bfloat16 or float16, got {x.dtype}"
   if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
     return f"it runs on one device, and the array lies on {x.devices()}"
-  if not x.size:
-    return f"there is nothing to encode in shape {x.shape}"
   blocks = x.size // mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE // 2
   codes = jax.ShapeDtypeStruct(blocks, jnp.uint8)
-  return lowering.unaddressed(codes) or lowering.obstacle(mosaic.obstacle(x))
+  return lowering.unaddressed(codes)
 
 
 def encode(
@@ -130,8 +120,10 @@ def encode(
     native=native_encode.obstacle(x, *names),
     pallas=_obstacle(x, rules),
     slower=("native",) if x.size < native_encode.WORTH_IT else (),
-    platform=implementations.platform_of(x),
+    on=implementations.target_for(x),
   )
+  if not x.size:
+    return mxfp4.encode(x, rules)
   if implementation == "native":
     payload = native_encode.encode(np.asarray(x.astype(jnp.float32)), rules.scale_rule)
     if payload is not None:

@@ -3,6 +3,10 @@
 Each PTX has its meaning in plain JAX beside it, on 16-bit halves of any order or on
 int32 words of two, the even column's half lower. A factor is the bits of 2^-e, e the
 exponent of the block.
+
+Before compute capability 9.0 there is no product of two bfloat16. It is written as a
+fused one to which -0 is added, which is exact, zeros included, and which `ptxas` makes
+the same instruction of where there is one.
 """
 
 import jax
@@ -10,30 +14,49 @@ import jax.numpy as jnp
 from jax import lax
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels import codec, lowering
 
 SIZE_PTX = "and.b32 $0, $1, 0x7FFF7FFF;"
 """From two bfloat16 to their magnitudes."""
 UPPER_PTX = "prmt.b32 $0, $1, $2, 0x7632;"
 """From two float32 to their upper halves, two bfloat16."""
 
-_ROUNDED = """
-  .reg .b32 size, other;
+PAIR_INTEGERS = (9, 0)
+"""Compute capability from which there are sums and minima of two 16-bit integers."""
+_SCALED = """
+  .reg .b32 size, other, zero;
+  mov.b32 zero, 0x80008000;
   and.b32 size, $1, 0x7FF87FF8;
-  mul.rn.bf16x2 size, size, $2;
+  fma.rn.bf16x2 size, size, $2, zero;
   mov.b32 other, 0x00800080;
-  mul.rn.bf16x2 size, size, other;
+  fma.rn.bf16x2 size, size, other, zero;"""
+"""From two bfloat16 and the duplicated factor to their magnitudes times 2^-126.
+
+The legal values below 1 fall on subnormals and all legal values are 2^6 apart in the
+bits, so adding half of that and truncating rounds ties up. Four mantissa bits are as
+decisive as seven and keep the products exact where it matters."""
+_HALF_ADDED = """
   mov.b32 other, 0x00200020;
   add.u16x2 size, size, other;
   mov.b32 other, 0x01FF01FF;
-  min.u16x2 size, size, other;
-  and.b32 size, size, 0x01C001C0;"""
-"""From two bfloat16 and the duplicated factor to their magnitudes' codes at bit 6.
+  min.u16x2 size, size, other;"""
+"""One instruction after `ptxas`."""
+_HALF_ADDED_BEFORE = """
+  mov.b32 other, 0x01DF01DF;
+  min.bf16x2 size, size, other;
+  add.u32 size, size, 0x00200020;"""
+"""The same before `PAIR_INTEGERS`. Magnitudes are ordered as their bits are, a minimum
+drops NaN, and no half carries into the other."""
 
-With an additional factor of 2^-126, the legal values below 1 fall on subnormals and all
-legal values are 2^6 apart in the bits, so adding half of that and truncating rounds
-ties up. Four mantissa bits are as decisive as seven and keep the products exact where
-it matters."""
+
+def _rounded() -> str:
+  """Returns PTX from the operands of `_SCALED` to magnitudes' codes at bit 6."""
+  is_old = lowering.is_before(PAIR_INTEGERS)
+  half_added = _HALF_ADDED_BEFORE if is_old else _HALF_ADDED
+  return f"""{_SCALED}{half_added}
+  and.b32 size, size, 0x01C001C0;"""
+
+
 _JOINED = """
   shr.b32 other, $1, 6;
   and.b32 other, other, 0x02000200;
@@ -43,22 +66,33 @@ _JOINED = """
 """From two codes at bit 6 to a byte: the signs go above the three magnitude bits, and a
 product with 2^12 + 1 joins the codes."""
 
-CODES_PTX = f"{{{_ROUNDED}{_JOINED}\n}}"
-"""From two bfloat16 and the duplicated factor to a byte of their nearest codes."""
 
-NEAREST_PTX = f"""{{{_ROUNDED}
+def codes_ptx() -> str:
+  """Returns PTX from two bfloat16 and the duplicated factor to their nearest codes.
+
+  The result is a byte of two codes.
+  """
+  return f"{{{_rounded()}{_JOINED}\n}}"
+
+
+def nearest_ptx() -> str:
+  """Returns PTX from two bfloat16 and the duplicated factor to their nearest values.
+
+  A product with 2^126 makes values, two bfloat16, of codes at bit 6.
+  """
+  return f"""{{{_rounded()}
   mov.b32 other, 0x7E807E80;
-  mul.rn.bf16x2 size, size, other;
+  fma.rn.bf16x2 size, size, other, zero;
   and.b32 other, $1, 0x80008000;
   or.b32 $0, size, other;
 }}"""
-"""From two bfloat16 and the duplicated factor to their nearest values, two bfloat16: a
-product with 2^126 makes values of codes at bit 6."""
+
 
 PACKED_PTX = f"""{{
-  .reg .b32 size, other;
+  .reg .b32 size, other, zero;
+  mov.b32 zero, 0x80008000;
   mov.b32 other, 0x00800080;
-  mul.rn.bf16x2 size, $1, other;
+  fma.rn.bf16x2 size, $1, other, zero;
   and.b32 size, size, 0x01C001C0;{_JOINED}
 }}"""
 """From two legal bfloat16 values to a byte of two codes."""
@@ -91,7 +125,7 @@ def factor_words(exponent: jax.Array) -> jax.Array:
 
 
 def nearest(half: jax.Array, factor: jax.Array) -> jax.Array:
-  """Rounds bfloat16 to legal values, in units of the scale; see `NEAREST_PTX`.
+  """Rounds bfloat16 to legal values, in units of the scale; see `nearest_ptx`.
 
   Both are int16 bits. A zero keeps the sign of what was rounded to it.
   """
@@ -113,7 +147,7 @@ def nearest_values(word: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def nearest_codes(word: jax.Array, factor: jax.Array) -> jax.Array:
-  """Encodes words `[n, 16]` to bytes, int32 `[n, 16]`; see `CODES_PTX`."""
+  """Encodes words `[n, 16]` to bytes, int32 `[n, 16]`; see `codes_ptx`."""
   code = codec.with_sign(*_nearest_index(halves(word), halves(factor)))
   return _joined(code)
 

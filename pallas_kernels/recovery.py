@@ -182,7 +182,7 @@ def _choose(
   elif not first.size:
     obstacle = f"there is nothing to do in shape {first.shape}"
   flat = jax.ShapeDtypeStruct((first.size,), first.dtype)
-  obstacle = obstacle or lowering.unaddressed(flat) or lowering.obstacle()
+  obstacle = obstacle or lowering.unaddressed(flat)
   slower = ("pallas",) if first.size < FUSED_VALUES else ()
   return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
 

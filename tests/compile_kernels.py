@@ -1,16 +1,21 @@
-"""Compiles every kernel for an H200 (sm_90a) without a GPU; part of `make check`.
+"""Compiles every kernel for four kinds of GPU without one; part of `make check`.
+
+  python tests/compile_kernels.py [name part] [architecture ...]
 
 XLA's GPU compiler runs on any machine if it is told what device to compile for. What
 is shown is what `ptxas` says of the code that would run: registers, spills, and which
-matrix instructions are used. A spill, TF32 where float32 was meant, or products that
-`ptxas` makes wait for each other, is a failure, and so are faults of whole functions;
-see `hot_functions.py`.
+matrix instructions are used. Code that does not compile is a failure, and TF32 where
+float32 was meant. So are, for an H200 (sm_90a), for which the kernels were tuned, a
+spill, products that `ptxas` makes wait for each other, and faults of whole functions;
+see `hot_functions.py`. A kernel that a device does not take is named, with the reason.
 
 Needs the CUDA plugin of the installed jax (two wheels, no CUDA libraries) and `ptxas`
 with `libdevice` from a CUDA toolkit. Without them it says so and ends with code 77.
 """
 
 import contextlib
+import dataclasses
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -26,26 +31,53 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 SKIPPED = 77
-ARCHITECTURE = "sm_90a"
-KIND = "NVIDIA H200"
-"""What XLA calls this device."""
-TARGET = """
-gpu_device_info {
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """A GPU to compile for: what `ptxas` calls it, and what XLA is told of it.
+
+  Memory is shared memory in KiB: of a multiprocessor, and of a program at most.
+  """
+
+  name: str
+  kind: str
+  capability: tuple[int, int]
+  multiprocessors: int
+  shared: tuple[int, int]
+  threads: int = 2048
+
+  @property
+  def target(self):
+    """XLA's description of the device."""
+    major, minor = self.capability
+    return f"""
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  shared_memory_per_core: {self.shared[0] * 1024}
+  threads_per_core_limit: {self.threads} core_count: {self.multiprocessors}
   fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
   clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
+  shared_memory_per_block_optin: {self.shared[1] * 1024}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   driver_version: "13.0.0" runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{self.kind}"
 """
+
+
+HOPPER = Architecture("sm_90a", "NVIDIA H200", (9, 0), 132, (228, 227))
+ARCHITECTURES = (
+  Architecture("sm_80", "NVIDIA A100", (8, 0), 108, (164, 163)),
+  Architecture("sm_89", "NVIDIA L4", (8, 9), 58, (100, 99), threads=1536),
+  HOPPER,
+  Architecture("sm_120", "NVIDIA RTX PRO 6000", (12, 0), 188, (100, 99), threads=1536),
+)
 FLOAT8 = "__cublas$lt$matmul$f8"
 """The library's product of float8, which XLA must find in what we write."""
 REGISTERS = 168
@@ -103,10 +135,10 @@ def prepare():
   }
 
 
-def assemble(ptx, folder):
+def assemble(ptx, folder, architecture=HOPPER):
   """Registers, spilled bytes and matrix instructions of one PTX file."""
   cubin = folder / "kernel.cubin"
-  command = [toolkit() / "bin" / "ptxas", f"-arch={ARCHITECTURE}", "-v"]
+  command = [toolkit() / "bin" / "ptxas", f"-arch={architecture.name}", "-v"]
   done = subprocess.run(
     [*map(str, command), "-o", str(cubin), str(ptx)],
     capture_output=True,
@@ -139,24 +171,28 @@ def entries(dump):
   ]
 
 
-def target():
+@functools.cache
+def target(architecture=HOPPER):
   """A mesh of the GPU that is not there, and what places abstract arrays on it."""
   import jax
   from jax.experimental import topologies
 
+  from mxjax.numerics import implementations
+
   topology = topologies.get_topology_desc(
-    platform="cuda", target_config=TARGET, topology="1x1x1"
+    platform="cuda", target_config=architecture.target, topology="1x1x1"
   )
   mesh = topologies.make_mesh(topology, (1,), ("x",))
+  implementations.describe(mesh.devices.flat[0])
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   return mesh, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
-def compiler(dump):
-  """A function that compiles for the GPU: our kernels' PTX files, and the program."""
+def compiler(dump, architecture=HOPPER):
+  """A function that compiles for a GPU: our kernels' PTX files, and the program."""
   import jax
 
-  mesh, place = target()
+  mesh, place = target(architecture)
   # Mosaic GPU writes what it compiles to a folder of its own choice.
   os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTX": "1"}
 
@@ -173,7 +209,7 @@ def compiler(dump):
   return run
 
 
-def compile_all(selected, dump):
+def compile_all(selected, dump, architecture=HOPPER):
   """Compiles and prints; returns the names of those at fault."""
   # JAX must not be loaded before `prepare`.
   from tests import kernel_cases
@@ -181,23 +217,33 @@ def compile_all(selected, dump):
   chosen = {n: case for n, case in kernel_cases.cases().items() if selected in n}
   if not chosen:
     print("nothing to compile with this jax")
-  run, faults = compiler(dump), []
+  run, faults = compiler(dump, architecture), []
   for name, (function, *arguments) in chosen.items():
+    if why_not := kernel_cases.not_taken(name, architecture.capability):
+      print(f"none {name:54s} {why_not}")
+      continue
     start = time.perf_counter()
-    found, program = run(function, *arguments)
-    results = [assemble(path, dump) for path in found]
+    try:
+      found, program = run(function, *arguments)
+    except Exception as error:  # The compiler's errors have no type of their own.
+      found, program, results = [], "", [{"error": str(error).strip()[:500]}]
+    else:
+      results = [assemble(path, dump, architecture) for path in found]
     seconds = time.perf_counter() - start
-    if name.startswith("float8 product") and FLOAT8 not in program:
-      results.append({"error": f"{FLOAT8} is not in the program"})
-    results += [{"error": fault} for fault in slow(name, results, found)]
+    wrong = ["error", "tf32"]
+    if architecture is HOPPER:
+      wrong += ["spills", "serialized"]
+      if name.startswith("float8 product") and FLOAT8 not in program:
+        results.append({"error": f"{FLOAT8} is not in the program"})
+      results += [{"error": fault} for fault in slow(name, results, found)]
     for result in results or [{"error": "no PTX of ours was dumped"}]:
       shown = f"{name}: {result.get('entry')}" if len(results) > 1 else name
-      wrong = ("error", "spills", "tf32", "serialized")
       bad = any(result.get(fault) for fault in wrong)
       print(
-        f"{'FAIL' if bad else 'ok  '} {shown:54s} {describe(result)} {seconds:.1f} s"
+        f"{'FAIL' if bad else 'ok  '} {shown:54s} {describe(result)} {seconds:.1f} s",
+        flush=True,
       )
-      faults += [name] if bad else []
+      faults += [f"{name} ({architecture.name})"] if bad else []
   return faults
 
 
@@ -233,7 +279,10 @@ def describe(result):
 
 
 def main():
-  """Compiles the kernels whose name contains the first argument, or all."""
+  """Compiles the kernels whose name contains the first argument, or all.
+
+  For the architectures that the others name, or all.
+  """
   why_not = obstacle()
   if why_not:
     print(f"skipped, no kernel was compiled: {why_not}")
@@ -245,9 +294,13 @@ def main():
     from tests import hot_functions
 
     selected = sys.argv[1] if len(sys.argv) > 1 else ""
-    print(f"jax {jax.__version__}, {ARCHITECTURE}")
-    faults = compile_all(selected, pathlib.Path(folder))
-    faults += [name for name, _, wrong in hot_functions.check(selected) if wrong]
+    faults = []
+    for architecture in ARCHITECTURES:
+      if architecture.name in (sys.argv[2:] or [a.name for a in ARCHITECTURES]):
+        print(f"jax {jax.__version__}, {architecture.name}")
+        faults += compile_all(selected, pathlib.Path(folder), architecture)
+    if HOPPER.name in (sys.argv[2:] or [HOPPER.name]):
+      faults += [name for name, _, wrong in hot_functions.check(selected) if wrong]
   print(f"at fault: {', '.join(faults)}" if faults else "no spills, waits or copies")
   return 1 if faults else 0
 

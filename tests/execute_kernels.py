@@ -1,11 +1,11 @@
 """Executes the kernels as they are compiled for a GPU, without one.
 
-  python tests/execute_kernels.py [name part]   # or `make kernels`
+  python tests/execute_kernels.py [name part] [architecture]   # or `make kernels`
 
 The checks of `benchmarks/gpu_checks.py`, at a small size and on fresh inputs: every
-kernel is compiled for sm_90a as `compile_kernels.py` does, and its PTX is executed by
-`pallas_kernels/ptx_emulator.py`, which says what that shows and what it cannot: no
-missing barrier, and no speed.
+kernel is compiled for sm_90a, or the architecture that is named, as
+`compile_kernels.py` does, and its PTX is executed by `pallas_kernels/ptx_emulator.py`,
+which says what that shows and what it cannot: no missing barrier, and no speed.
 """
 
 import concurrent.futures
@@ -64,15 +64,17 @@ def emulated(compile_for_gpu):
 
 
 @contextlib.contextmanager
-def instead_of_a_gpu(launch):
-  """Kernels are chosen as on a GPU, and launched by `launch`."""
+def instead_of_a_gpu(launch, of):
+  """Kernels are chosen as on a GPU of an architecture, and launched by `launch`."""
   from mxjax.numerics import implementations
   from mxjax.pallas_kernels import lowering
+  from mxjax.pallas_kernels.mosaic import device
 
+  target = implementations.Target("gpu", of.kind, of.capability, of.multiprocessors)
   changes = (
     (lowering, "launch", launch),
-    (lowering, "device_kind", lambda: compile_kernels.KIND),
-    (implementations, "target_platform", lambda: "gpu"),
+    (implementations, "target", lambda: target),
+    (device, "obstacle", lambda: "the emulator knows no TMA"),
   )
   before = [getattr(place, name) for place, name, _ in changes]
   for place, name, value in changes:
@@ -85,7 +87,10 @@ def instead_of_a_gpu(launch):
 
 
 def main():
-  """Runs the checks whose name contains the first argument, or all."""
+  """Runs the checks whose name contains the first argument, or all.
+
+  For the architecture that the second names, or Hopper.
+  """
   if why_not := compile_kernels.obstacle():
     print(f"skipped, no kernel was executed: {why_not}")
     return compile_kernels.SKIPPED
@@ -101,11 +106,13 @@ def main():
     del gpu_checks.CHECKS["Mosaic forms"]
     gpu_checks.CHECKS = {n: c for n, c in gpu_checks.CHECKS.items() if selected in n}
     seed = secrets.randbits(32)
-    print(f"jax {jax.__version__}, {compile_kernels.ARCHITECTURE}, seed {seed}")
-    launch = emulated(compile_kernels.compiler(pathlib.Path(folder)))
+    by_name = {each.name: each for each in compile_kernels.ARCHITECTURES}
+    of = by_name[sys.argv[2]] if len(sys.argv) > 2 else compile_kernels.HOPPER
+    print(f"jax {jax.__version__}, {of.name}, seed {seed}")
+    launch = emulated(compile_kernels.compiler(pathlib.Path(folder), of))
     # One after the other: the compiler's folder is one.
     with (
-      instead_of_a_gpu(launch),
+      instead_of_a_gpu(launch, of),
       concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
       results = gpu_checks.run("pallas", seed, SIZE, pool)

@@ -15,7 +15,7 @@ import numpy as np
 from mxjax.errors import ValueRefusal
 from mxjax.layers.linear import Int8Matrix
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.mxfp4_encode import encode
@@ -76,7 +76,7 @@ def pack_for_inference(
   narrow = lambda _, leaf: dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())
   result = dict(_map_linears(narrow, params) if tables else params)
   if products == "fastest":
-    products = "float8" if float8_is_faster() else None
+    products = "float8" if float8_is_faster(_device_of(params)) else None
   if products is not None:
     result = _choose_products(result, products)
   for name in ("embed_tokens", "lm_head") if embeddings else ():
@@ -86,17 +86,17 @@ def pack_for_inference(
   return result
 
 
-def float8_is_faster() -> bool:
-  """Decides whether quantized linears are multiplied in float8 by default.
+def float8_is_faster(device: Any) -> bool:
+  """Decides whether quantized linears are multiplied in float8 on a device by default.
 
-  They are on an NVIDIA GPU of the Hopper generation whose float8 product passes a
-  check: its error is at most `FLOAT8_ERROR`. A warning says which way it went.
+  They are on an NVIDIA GPU that has float8, of compute capability 8.9 or newer, whose
+  float8 product passes a check: its error is at most `FLOAT8_ERROR`. A warning says
+  which way it went.
   """
-  device = _device()
-  capability = str(getattr(device, "compute_capability", ""))
-  if device.platform != "gpu" or not capability.startswith("9."):
+  if implementations.target_of(device).obstacle(implementations.FLOAT8):
     return False
-  error = float(float8_error())
+  with jax.default_device(device):
+    error = float(float8_error())
   passes = error <= FLOAT8_ERROR
   warnings.warn(
     f"pack_for_inference: many rows are multiplied in "
@@ -108,8 +108,10 @@ def float8_is_faster() -> bool:
   return passes
 
 
-def _device() -> Any:
-  return jax.devices()[0]
+def _device_of(params: Any) -> Any:
+  """Returns a device where params lie, else the default one."""
+  arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+  return next(iter((arrays[0] if arrays else jnp.zeros(())).devices()))
 
 
 def float8_error() -> jax.Array:

@@ -16,12 +16,11 @@ from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import float32_sums, rounded
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
-from mxjax.pallas_kernels import lowering
-from mxjax.pallas_kernels.mosaic import refinement
+from mxjax.pallas_kernels import choice
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
-from mxjax.pallas_kernels.refinement.a4_operands import a4_operands, map_outside
+from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
 from mxjax.pallas_kernels.refinement.one_code import Form
 
 
@@ -194,27 +193,30 @@ def _by_kernels(
   # Materialized once for all linears, unless the kernel can compute the inputs itself.
   rows = fused_inputs.for_kernel(rows)
   how = {"dtype": rows.dtype, "implementation": implementation}
-  operators = [(w.input_map, w.rounding) for w in weights]
-  if rows.shape[0] < matmul.LIBRARY_ROWS:
-    operands = a4_operands(rows, operators, _form_of(rows.shape[0]), resolved)
-    return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   forms: list[Form] = [
-    "values" if weight.float8_scale is None else "float8" for weight in weights
+    choice.product(
+      rows.shape[0], *weight.shape, has_float8=weight.float8_scale is not None
+    ).inputs
+    for weight in weights
   ]
-  made: dict[int, Any] = {}
-  # Linears whose operands have one form share a pass over the inputs.
+  outputs: dict[int, jax.Array] = {}
+  # Linears whose operands have one form share a pass over the inputs and, with few
+  # rows, a launch of the product.
   for form in sorted(set(forms)):
     places = [place for place, wanted in enumerate(forms) if wanted == form]
-    some = [operators[place] for place in places]
-    made |= zip(places, a4_operands(rows, some, form, resolved), strict=True)
-  outputs = []
-  for place, weight in enumerate(weights):
-    operand, scale = made[place], weight.float8_scale
-    if scale is None:
-      outputs.append(matmul.matmul(operand, weight.weight, **how))
+    some = [weights[place] for place in places]
+    operators = [(weight.input_map, weight.rounding) for weight in some]
+    operands = a4_operands(rows, operators, form, resolved)
+    if form == "float8":
+      made = [
+        float8_matmul(operand, weight.weight, scale, **how)
+        for operand, weight in zip(operands, some, strict=True)
+        if (scale := weight.float8_scale) is not None
+      ]
     else:
-      outputs.append(float8_matmul(operand, weight.weight, scale, **how))
-  return outputs
+      made = matmul.matmul_each(operands, [weight.weight for weight in some], **how)
+    outputs |= zip(places, made, strict=True)
+  return [outputs[place] for place in range(len(weights))]
 
 
 def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:
@@ -227,15 +229,4 @@ def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:
     return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"
   if not math.prod(x.shape):
     return f"there are no inputs in shape {x.shape}"
-  given: Any = x
-  if map_outside(weight.input_map):
-    given = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-  form = _form_of(math.prod(x.shape[:-1]))
-  return lowering.obstacle(refinement.obstacle(given, form))
-
-
-def _form_of(rows: int) -> Form:
-  """Returns the form of inputs that the product of so many rows reads."""
-  if rows <= fused_inputs.SINGLE_ROWS:
-    return "int8"
-  return "planes" if rows < matmul.LIBRARY_ROWS else "values"
+  return None

@@ -239,7 +239,8 @@ def check_width(place: str, features: int) -> None:
 
 def pack(codes: jax.Array) -> jax.Array:
   """Packs codes `[..., d]` in 0..15 to uint8 `[..., d/2]`, even column low."""
-  pairs = codes.astype(jnp.int32).reshape(*codes.shape[:-1], -1, 2)
+  shape = *codes.shape[:-1], codes.shape[-1] // 2, 2
+  pairs = codes.astype(jnp.int32).reshape(shape)
   weights = jnp.array([1, 16], jnp.int32).reshape((1,) * (pairs.ndim - 1) + (2,))
   return (pairs * weights).sum(-1, dtype=jnp.int32).astype(jnp.uint8)
 
@@ -247,7 +248,7 @@ def pack(codes: jax.Array) -> jax.Array:
 def unpack(codes: jax.Array) -> jax.Array:
   """Unpacks uint8 `[..., d/2]` to uint8 codes `[..., d]`."""
   pairs = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
-  return pairs.reshape(*codes.shape[:-1], -1)
+  return pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def pack_tensor(codes: jax.Array, exponent: jax.Array) -> MXTensor:
@@ -257,7 +258,8 @@ def pack_tensor(codes: jax.Array, exponent: jax.Array) -> MXTensor:
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _encode(x: jax.Array, rules: Rules) -> MXTensor:
-  blocks = x.reshape(*x.shape[:-1], -1, BLOCK_SIZE)
+  # No size is left to be found, because an empty array does not tell it.
+  blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
   exponent = block_exponent(blocks, rules, axis=-1)
   codes = nearest_codes(blocks, exponent[..., None], rules)
   return pack_tensor(codes.reshape(x.shape), exponent)
@@ -325,12 +327,15 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
 def decode(tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
   """Decodes to `[..., d]`, exactly.
 
-  `dtype` is bfloat16 or float32; both hold every MXFP4 value. Signed zeros are kept,
-  and scale bytes of 255 give NaN. The rules `even` and `rceil` can round maxima above
-  2^127 up to 2^128, which is inf.
+  `dtype` is bfloat16 or float32. Both hold every value below 2^128; those from there
+  on, which only the scale bytes 253 and 254 reach, are inf with their sign. Our encoder
+  writes these bytes under the rules `even` and `rceil` alone, for maxima that round up
+  to 2^128. Signed zeros are kept. All values of a block with the scale byte 255, which
+  is NaN in OCP MX, are NaN. `check_legal` refuses that byte.
   """
   codes = unpack(tensor.codes).astype(jnp.int32)
-  blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK_SIZE)
+  shape = *codes.shape[:-1], codes.shape[-1] // BLOCK_SIZE, BLOCK_SIZE
+  blocks = codes.reshape(shape)
   exponent = tensor.scales.astype(jnp.int32)[..., None] - SCALE_BIAS
   index = blocks & 7
   field = jnp.where(index >= 2, 126 + (index >> 1), 126) + exponent
@@ -338,6 +343,8 @@ def decode(tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.
   # Below the normal range the implicit leading one becomes an explicit, shifted bit.
   subnormal = (mantissa | (1 << 23)) >> jnp.clip(1 - field, 0, 31)
   magnitude_bits = jnp.where(field >= 1, (field << 23) | mantissa, subnormal)
+  # From 2^128 on. The field would run into the sign.
+  magnitude_bits = jnp.where(field >= 255, jnp.int32(0x7F800000), magnitude_bits)
   magnitude_bits = jnp.where(index == 0, 0, magnitude_bits)
   magnitude_bits = jnp.where(exponent > 127, jnp.int32(0x7FC00000), magnitude_bits)
   bits = (magnitude_bits | ((blocks >> 3) << 31)).reshape(codes.shape)

@@ -67,7 +67,7 @@ OPTIONS = (
   "jax_threefry_partitionable",
 )
 """Options of JAX that choose arithmetic, random numbers, or how XLA compiles."""
-VARIABLES = ("LIBTPU_INIT_ARGS", "MXJAX_PALLAS_BACKEND", "NVIDIA_TF32_OVERRIDE")
+VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 """Environment variables that do so, beside `XLA_FLAGS`."""
 HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 """Begin the flags of XLA that change no program."""

@@ -50,8 +50,9 @@ class Tile:
       chunk, warps = 16, 8
     else:
       chunk, warps = min(64, 8192 // head_dim), 4
-    # Two programs for each of about 132 multiprocessors keep the memory busy.
-    wanted = max(1, min(264 // (batch * kv_heads), -(-positions // chunk)))
+    # Two programs for each multiprocessor keep the memory busy.
+    programs = 2 * lowering.multiprocessors() // (batch * kv_heads)
+    wanted = max(1, min(programs, -(-positions // chunk)))
     splits = 1 << (wanted.bit_length() - 1)
     rows = at_least_16(new * heads // kv_heads)
     return cls(rows, at_least_16(new), chunk, splits, warps)
@@ -79,7 +80,7 @@ def obstacle(
   what = "query heads of a key-value head times new tokens"
   if count > most:
     return f"{what} must be at most {most}, got {count}"
-  return lowering.obstacle()
+  return None
 
 
 def _kernel(

@@ -11,13 +11,14 @@ queries see whole have no mask. Tiles of late queries see most keys and start fi
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.numerics import implementations
+from mxjax.numerics.implementations import Capability
 from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.attention.running import Running
 
@@ -36,13 +37,13 @@ class Tile:
   stages: int
 
   @classmethod
-  def of(cls, head_dim: int, device_kind: str) -> "Tile":
-    """Returns the tile for heads of `head_dim` coordinates on a kind of device.
+  def of(cls, head_dim: int, capability: Capability | None) -> "Tile":
+    """Returns the tile for heads of `head_dim` coordinates by compute capability.
 
-    Hopper and its successors in data centers have 227 KB of shared memory a program,
-    other GPUs 99 KB or more.
+    Hopper and its successors in data centers, 9.0 to 11, have 227 KB of shared memory a
+    program, other GPUs 99 KB or more.
     """
-    if re.search(r"\bG?[HB]\d00\b", device_kind) is None:
+    if capability is None or not (9, 0) <= capability < (12, 0):
       return cls(128, 64, 8, 2) if head_dim <= 128 else cls(64, 32, 8, 2)
     # With more keys, scores beside 256 coordinates would spill.
     return cls(128, 64 if head_dim <= 128 else 32, 8, 3)
@@ -64,7 +65,7 @@ def obstacle(queries: jax.Array, keys: jax.Array, values: jax.Array) -> str | No
     return f"operands must be bfloat16, got {', '.join(str(a.dtype) for a in operands)}"
   if any(0 in a.shape for a in operands):
     return f"there is nothing to do in shapes {[a.shape for a in operands]}"
-  return lowering.obstacle()
+  return None
 
 
 def _kernel(
@@ -146,7 +147,7 @@ def launch(
   """
   batch, new, heads, head_dim = queries.shape
   positions, kv_heads = keys.shape[1:3]
-  tile = Tile.of(head_dim, lowering.device_kind()) if tile is None else tile
+  tile = tile or Tile.of(head_dim, implementations.target().capability)
   some = lowering.BlockSpec(
     (None, tile.rows, None, head_dim),
     lambda h, t, b: (b, _last_first(t, new, tile), h, 0),

@@ -61,8 +61,12 @@ class Attended:
     new = math.prod(self.leading) // batch
     group = rows // new
     shape = batch * new, kv_heads * group * head_dim
+
+    def kernel(refs: Attended, out_ref: Any) -> None:
+      out_ref[...] = combine(refs)
+
     out = lowering.launch(
-      _kernel,
+      kernel,
       self,
       name="combine_attention",
       grid=(kv_heads * group, batch * new),
@@ -112,7 +116,3 @@ def combine(refs: Attended) -> jax.Array:
   empty = jnp.zeros((width,), jnp.float32), jnp.zeros((), jnp.float32)
   sums, total = lax.fori_loop(0, splits // size, add, empty)
   return (sums / total).astype(refs.dtype)
-
-
-def _kernel(refs: Attended, out_ref: Any) -> None:
-  out_ref[...] = combine(refs)

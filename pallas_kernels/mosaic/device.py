@@ -6,7 +6,6 @@ JAX, which interpret mode runs instead.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +15,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 
-from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec, lowering, pairs
+from mxjax.numerics import implementations, mxfp4
+from mxjax.pallas_kernels import codec, pairs
 
 gpu: Any = mosaic_gpu
 """The API, untyped: it differs between versions of jax."""
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H200."""
+HOPPER = (9, 0)
+"""The compute capability whose matrix instructions, wgmma, these kernels use."""
 
 
 def obstacle() -> str | None:
@@ -34,9 +33,9 @@ def obstacle() -> str | None:
 
 
 def hopper_obstacle() -> str | None:
-  """Returns why no kernel with Hopper's matrix instructions can be made, or None."""
-  if re.search(r"\bG?B[123]00\b", lowering.device_kind()):
-    return "its Mosaic form uses matrix instructions that only Hopper has"
+  """Returns why no kernel with Hopper's matrix instructions can run, or None."""
+  if implementations.target().capability != HOPPER:
+    return "its Mosaic form uses matrix instructions that only Hopper, 9.0, has"
   return obstacle()
 
 

@@ -18,14 +18,6 @@ BLOCKS = 256
 and each has eight of its values."""
 
 
-def obstacle(x: jax.Array) -> str | None:
-  """Returns why the encoder cannot take an array, or None."""
-  if x.dtype != jnp.bfloat16 or x.size < BLOCKS * mxfp4.BLOCK_SIZE:
-    wanted = f"bfloat16 of {BLOCKS} blocks or more"
-    return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
-  return device.obstacle()
-
-
 def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
   """Runs the encoder on bfloat16 `[..., d]` of `BLOCKS` blocks or more."""
   rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
@@ -39,7 +31,7 @@ def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
     word = device.words(x, interpret=interpret)
     factor = lax.broadcast_in_dim(pairs.factor_words(exponent), word.shape, (0,))
     how = {"layout": device.words_layout(), "interpret": interpret}
-    code = device.on_pairs(pairs.CODES_PTX, pairs.nearest_codes, word, factor, **how)
+    code = device.on_pairs(pairs.codes_ptx(), pairs.nearest_codes, word, factor, **how)
     codes_ref[here] = code.astype(jnp.uint8)
     scales_ref[here] = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.mosaic import device, weights
 from mxjax.pallas_kernels.mosaic.device import gpu
 
@@ -195,13 +195,16 @@ def _scratch(work: _Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]
   return scratch
 
 
-def obstacle(x: Any, weight: mxfp4.MXTensor) -> str | None:
-  """Returns why the kernels cannot multiply x `[n, d]` by W `[m, d]`, or None."""
-  (rows, width), outputs = x.shape, weight.shape[0]
+def obstacle(shape: tuple[int, int], outputs: int) -> str | None:
+  """Returns why the kernels cannot multiply x of shape `(n, d)` by m outputs, or None.
+
+  The device is not asked: see `device.hopper_obstacle`.
+  """
+  rows, width = shape
   if rows < ROWS or width % COLUMNS or outputs % _ACROSS:
     wanted = f"{ROWS} rows or more, widths of {COLUMNS} and outputs of {_ACROSS} each"
     return f"its Mosaic form takes {wanted}, got {[rows, width, outputs]}"
-  return device.hopper_obstacle()
+  return device.obstacle()
 
 
 def _launch(
@@ -241,7 +244,7 @@ def _launch(
     body,
     out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
     scratch_types=_scratch(work, x, dtype),
-    grid=(min(device.MULTIPROCESSORS, work.count),),
+    grid=(min(lowering.multiprocessors(), work.count),),
     grid_names=("program",),
     num_threads=GROUPS + 1,
     thread_name="group",

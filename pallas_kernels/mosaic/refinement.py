@@ -9,7 +9,6 @@ M x, once for G q.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec, pairs
+from mxjax.pallas_kernels import codec, lowering, pairs
 from mxjax.pallas_kernels.mosaic import device
 from mxjax.pallas_kernels.mosaic.device import gpu
 from mxjax.pallas_kernels.products import float8
@@ -27,8 +26,6 @@ from mxjax.pallas_kernels.refinement import tile
 
 ROWS, BLOCKS, TERMS = 64, 2, 3
 """Rows of a tile, blocks of a program, and bfloat16 terms of a float32 table."""
-AT_ONCE = 3 * device.MULTIPROCESSORS
-"""Programs that run at once; registers and shared memory allow three each."""
 _BLOCK = mxfp4.BLOCK_SIZE
 _PACKED = _BLOCK * (_BLOCK + 1) // 2
 _PAIR = _BLOCK // 2
@@ -44,10 +41,6 @@ def _is_changed(score: jax.Array, place: jax.Array) -> jax.Array:
 
 def _by_row(column: jax.Array, width: int = _BLOCK) -> jax.Array:
   return lax.broadcast_in_dim(column, (ROWS, width), (0,))
-
-
-def _by_column(row: jax.Array) -> jax.Array:
-  return lax.broadcast_in_dim(row, (ROWS, _BLOCK), (1,))
 
 
 def _iota(axis: int) -> jax.Array:
@@ -215,7 +208,7 @@ def _realize(
   factor = _by_row(pairs.factor_words(exponent), _PAIR)
   how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
   nearest = device.on_pairs(
-    pairs.NEAREST_PTX, pairs.nearest_values, words, factor, **how
+    pairs.nearest_ptx(), pairs.nearest_values, words, factor, **how
   )
   if not work.has_gram:
     return nearest, exponent
@@ -224,7 +217,7 @@ def _realize(
   before = nearest.astype(jnp.float32)
   layout = gpu.Layout.WGMMA.reduce(0)
   rows = (gpu.load(scratch["curvature"].at[block, i], layout=layout) for i in range(3))
-  curves = [_by_column(row) for row in rows]
+  curves = [lax.broadcast_in_dim(row, (ROWS, _BLOCK), (1,)) for row in rows]
   changed = _changed(before, slope, curves)
   for _ in range(work.changes - 1):
     slope += _pulled(_narrow(changed - before, work), block, scratch, work)
@@ -302,17 +295,6 @@ def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: _Work) -
   gpu.wait_smem_to_gmem(0)
 
 
-def obstacle(x: Any, form: str) -> str | None:
-  """Returns why the kernel cannot take inputs `[..., d]`, or None."""
-  unit = BLOCKS * _BLOCK
-  if math.prod(x.shape[:-1]) < ROWS or x.shape[-1] % unit or x.dtype != jnp.bfloat16:
-    wanted = f"bfloat16, {ROWS} rows or more, and widths in multiples of {unit}"
-    return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
-  if form in ("planes", "int8"):
-    return f"its Mosaic form does not write {form}, which few rows need"
-  return device.hopper_obstacle()
-
-
 def launch(
   x: jax.Array, tables: Sequence[Any], *, form: str, interpret: bool = False
 ) -> list[tuple[jax.Array, ...]]:
@@ -327,9 +309,11 @@ def launch(
   wanted, x = len(x), device.in_eights(x)
   rows, width = x.shape
   blocks, tiles = width // _BLOCK, -(-rows // ROWS)
+  # Registers and shared memory allow three programs a multiprocessor at once.
+  at_once = 3 * lowering.multiprocessors()
   work = _Work(
     rows,
-    -(-tiles // max(1, min(tiles, AT_ONCE * BLOCKS // (len(tables) * blocks)))),
+    -(-tiles // max(1, min(tiles, at_once * BLOCKS // (len(tables) * blocks)))),
     tables[0].matrix is not None,
     tables[0].gram is not None,
     tables[0].cross is not None,

@@ -1,9 +1,10 @@
-"""The library's float8 product of W4A4 operands, and a kernel that corrects some rows.
+"""The float8 product of W4A4 operands, and a kernel that corrects some of its rows.
 
 Inputs are E5M2 in absolute units (`float8.py`), weights E4M3 with one power of two
-(`mxfp4_decode.py`), and their products are exact. A kernel recomputes rows with a block
-outside E5M2's range in bfloat16. It always runs, because only the GPU knows which rows
-these are; nearly always a program only checks the scales of its rows.
+(`mxfp4_decode.py`), and their products are exact. The library multiplies them, or
+Mosaic's kernel, which decodes weights in registers (`choice.py`). A kernel recomputes
+rows with a block outside E5M2's range in bfloat16. It always runs, because only the GPU
+knows which rows these are; nearly always a program only checks the scales of its rows.
 """
 
 import dataclasses
@@ -16,9 +17,9 @@ from jax import lax
 
 from mxjax.errors import ValueRefusal
 from mxjax.numerics import implementations, mxfp4
-from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.implementations import FLOAT8, Implementation
 from mxjax.numerics.precision import HIGHEST
-from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
+from mxjax.pallas_kernels import choice, codec, lowering, mxfp4_decode
 from mxjax.pallas_kernels.mosaic import products
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.products.float8 import Float8Inputs
@@ -166,29 +167,6 @@ def mend(
   )
 
 
-def _by_mosaic(
-  x: Float8Inputs,
-  weight: mxfp4.MXTensor,
-  unit: jax.Array,
-  dtype: jax.typing.DTypeLike,
-  interpret: bool,
-) -> jax.Array:
-  """Computes `float8_matmul` with kernels that decode weights in registers.
-
-  Rows with a block outside the range take the bfloat16 product, which runs only where
-  there are any.
-  """
-  how = {"dtype": dtype, "interpret": interpret}
-  product = products.float8_product(x.values, weight, unit, **how)
-  outside = float8.is_outside(float8.exponents(x.scales)).any(axis=1)
-
-  def mended() -> jax.Array:
-    wide = products.packed_product(x.decoded(), weight, **how)
-    return jnp.where(outside[:, None], wide, product)
-
-  return lax.cond(outside.any(), mended, lambda: product)
-
-
 def float8_matmul(
   x: Float8Inputs,
   weight: mxfp4.MXTensor,
@@ -197,14 +175,14 @@ def float8_matmul(
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Multiplies W4A4 operands like `matmul.matmul`, with the library's float8 product.
+  """Multiplies W4A4 operands like `matmul.matmul`, by a product of float8.
 
   The products are exact; the GPU and its library decide how float8 sums are rounded:
-  see docs/concepts/kernels.md. Rows with a block outside E5M2's range are multiplied in
-  bfloat16. `x` is `[n, d]`, the packed weight `[m, d]` must be accepted by
-  `mxfp4_decode.float8_range`, and `unit` is the scale from there. `implementation`
-  concerns everything but the library's product. Returns `[n, m]` in `dtype`; raises
-  ValueError if the widths differ.
+  see docs/concepts/kernels.md. `choice.product` says what multiplies. Rows with a block
+  outside E5M2's range are multiplied in bfloat16. `x` is `[n, d]`, the packed weight
+  `[m, d]` must be accepted by `mxfp4_decode.float8_range`, and `unit` is the scale from
+  there. `implementation` concerns everything but the library's product. Returns
+  `[n, m]` in `dtype`; raises ValueError if the widths differ.
   """
   if x.shape[-1] != weight.shape[-1]:
     raise ValueRefusal(
@@ -212,13 +190,18 @@ def float8_matmul(
       expected="x [n, d] and weight [m, d]",
       got=f"{x.shape} and {weight.shape}",
     )
-  obstacle = None if x.shape[0] else "x has no rows"
-  obstacle = obstacle or lowering.obstacle(products.obstacle(x, weight))
   implementation = implementations.choose(
-    "pallas_kernels.float8_matmul", implementation, pallas=obstacle
+    "pallas_kernels.float8_matmul",
+    implementation,
+    pallas=None if x.shape[0] else "x has no rows",
+    capability=FLOAT8,
   )
-  if implementation != "xla" and lowering.backend() == "mosaic":
-    return _by_mosaic(x, weight, unit, dtype, implementation == "interpret")
+  chosen = choice.product(x.shape[0], *weight.shape, has_float8=True)
+  if implementation != "xla" and chosen is choice.FLOAT8_MOSAIC:
+    interpret = implementation == "interpret"
+    how = {"dtype": dtype, "interpret": interpret}
+    product = products.float8_product(x.values, weight, unit, **how)
+    return mend(product, x, weight, interpret=interpret)
   values = mxfp4_decode.decode_float8(weight, unit, implementation=implementation)
   # The highest precision keeps a GPU's library from using its fast sums.
   by_columns = ((1,), (1,)), ((), ())

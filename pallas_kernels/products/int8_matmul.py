@@ -145,15 +145,6 @@ def _words(packed: jax.Array, count: int) -> list[jax.Array]:
   return parts
 
 
-def _opaque_table(read: jax.Array, tile: Tile) -> jax.Array:
-  """Returns the lower half of the table, by a condition that the compiler cannot know.
-
-  `read` holds words of inputs.
-  """
-  low = jnp.where(read == _NEVER, 0, _TABLE[0])
-  return jnp.broadcast_to(low[None, :], (tile.outputs, tile.blocks))
-
-
 def _kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
   index, split = lowering.program_id(0), lowering.program_id(1)
   branch = lambda i: functools.partial(
@@ -217,7 +208,9 @@ def _output_tile(
     return following, added
 
   read = _words(of_input(x_refs[0], 0, jnp.int32(0), 2 * WORDS), 2 * WORDS)[0]
-  table = _opaque_table(read, tile)
+  # The lower half of the table, by a condition that the compiler cannot know.
+  low = jnp.where(read == _NEVER, 0, _TABLE[0])
+  table = jnp.broadcast_to(low[None, :], (tile.outputs, tile.blocks))
   zeros = jnp.zeros((tile.outputs, tile.blocks), jnp.float32)
   first = fetch(jnp.int32(0)) if tile.ahead else None
   _, totals = lax.fori_loop(0, steps, add, (first, [zeros] * work.rows))

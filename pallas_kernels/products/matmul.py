@@ -7,9 +7,8 @@ so only the order of summation differs from the reference, `mxfp4.decode` and a 
 
 Weights are the left operand, so that decoded values stay in registers on their way to
 the tensor cores. With few rows of x, reading the weights dominates the time, so the
-columns are split over programs and the partial sums added in a fixed order. From
-`LIBRARY_ROWS` on it is cheaper to decode once and call the library's product: see
-docs/concepts/kernels.md for the count.
+columns are split over programs and the partial sums added in a fixed order. With many
+rows it is cheaper to decode once and call the library's product: see `choice.py`.
 """
 
 import dataclasses
@@ -25,14 +24,10 @@ from jax import lax
 from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
-from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
-from mxjax.pallas_kernels.mosaic import products
+from mxjax.pallas_kernels import choice, codec, lowering, mxfp4_decode
 from mxjax.pallas_kernels.products import int8_matmul, planes
 from mxjax.pallas_kernels.products.int8 import Int8Inputs
 from mxjax.pallas_kernels.products.output_tiles import OutputTiles
-
-LIBRARY_ROWS = 256
-"""Rows of x from which None selects decoding once and the library's product."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,8 +280,8 @@ def matmul_each(
     weights: Packed, each `[m, d]`, by the paper's scale rule; other widths are a
       ValueError.
     dtype: Dtype of the results.
-    implementation: See `implementations.choose`; None also prefers the library's
-      products from `LIBRARY_ROWS` rows up.
+    implementation: See `implementations.choose`; None also takes the library's products
+      where `choice.product` does.
 
   Returns:
     Each `[n, m]`. A scale byte of 255 on either side gives NaN.
@@ -294,18 +289,13 @@ def matmul_each(
   for x, weight in zip(inputs, weights, strict=True):
     _check(x, weight)
   rows = inputs[0].shape[0]
-  obstacle = None if rows else "x has no rows"
-  for x, weight in zip(inputs, weights, strict=True):
-    obstacle = obstacle or lowering.obstacle(products.obstacle(x, weight))
   resolved = implementations.choose(
-    "pallas_kernels.matmul", implementation, pallas=obstacle
+    "pallas_kernels.matmul",
+    implementation,
+    pallas=None if rows else "x has no rows",
   )
-  if resolved != "xla" and lowering.backend() == "mosaic":
-    how = {"dtype": dtype, "interpret": resolved == "interpret"}
-    product = functools.partial(products.packed_product, **how)
-    whole = (x.whole() if isinstance(x, planes.Planes) else x for x in inputs)
-    return list(map(product, whole, weights))
-  if resolved == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
+  has_many = choice.product(rows, *weights[0].shape, has_float8=False) is choice.LIBRARY
+  if resolved == "xla" or (implementation is None and has_many):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, resolved) for x, weight in pairs]
   how = {"dtype": dtype, "interpret": resolved == "interpret"}

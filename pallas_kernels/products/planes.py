@@ -75,7 +75,10 @@ def scale_ptx() -> str:
 
 
 def plane_ptx(position: int) -> str:
-  """Returns PTX from words and bfloat16 scales to values of one position of four."""
+  """Returns PTX from words and bfloat16 scales to values of one position of four.
+
+  `pairs.py` says why each product adds -0.
+  """
   lowest = 4 * position
   if position < COUNT - 1:
     # A product with two bits moves sign and magnitude at once, to the left. Shifting
@@ -94,11 +97,12 @@ def plane_ptx(position: int) -> str:
   and.b32 factor, $1, 0x80008000;
   or.b32 value, value, factor;"""
   return f"""{{
-  .reg .b32 value, factor;
+  .reg .b32 value, factor, zero;
+  mov.b32 zero, 0x80008000;
   {move}
   mov.b32 factor, 0x7E807E80;
-  mul.rn.bf16x2 value, value, factor;
-  mul.rn.bf16x2 $0, value, $2;
+  fma.rn.bf16x2 value, value, factor, zero;
+  fma.rn.bf16x2 $0, value, $2, zero;
 }}"""
 
 

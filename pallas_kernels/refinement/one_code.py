@@ -16,11 +16,10 @@ from jax import lax
 
 from mxjax.errors import ValueRefusal
 from mxjax.numerics import implementations, mxfp4
-from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.implementations import FLOAT8, Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import few_codes, one_code
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.mosaic import refinement as mosaic
 from mxjax.pallas_kernels.products import float8, int8, planes
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.tile import Loaded, Tables, load_tables, realize
@@ -244,22 +243,6 @@ def _refined(blocks: jax.Array, tables: Tables) -> tuple[jax.Array, jax.Array]:
   return refined.elements, refined.exponent
 
 
-def _by_mosaic(
-  x: jax.Array, tables: Sequence[Tables], form: Form, interpret: bool
-) -> list[Refined]:
-  results = mosaic.launch(x, tables, form=form, interpret=interpret)
-  if form == "values":
-    return [values for [values] in results]
-  return [_PAIRS[form](*parts) for parts in results]
-
-
-def _by_triton(
-  x: fused_inputs.Input, tables: Sequence[Tables], form: Form, interpret: bool
-) -> list[Refined]:
-  tile = Tile.of(x.shape[0], x.dtype, len(tables))
-  return launch(x, tables, tile=tile, form=form, interpret=interpret)
-
-
 def refine_for(
   x: fused_inputs.Input,
   tables: Sequence[Tables],
@@ -285,21 +268,23 @@ def refine_for(
     obstacle = f"x must be float32 or bfloat16, got {x.dtype}"
   elif len(x.shape) != 2 or x.shape[0] == 0:
     obstacle = f"x must be [n, d] with n at least 1, got {x.shape}"
-  obstacle = obstacle or lowering.obstacle(mosaic.obstacle(x, form))
   implementation = implementations.choose(
-    "pallas_kernels.refine", implementation, pallas=obstacle
+    "pallas_kernels.refine",
+    implementation,
+    pallas=obstacle,
+    capability=FLOAT8 if form == "float8" else implementations.KERNELS,
   )
   if implementation == "xla":
     rows = fused_inputs.as_array(x)
     return [_reference(rows, each, form) for each in tables]
-  run, made, shares = _by_triton, fused_inputs.for_kernel(x), x.dtype == jnp.bfloat16
-  if lowering.backend() == "mosaic":
-    run, made = _by_mosaic, fused_inputs.as_array(x)
-  shares |= x.shape[0] <= FEW_ROWS
+  shares = x.dtype == jnp.bfloat16 or x.shape[0] <= FEW_ROWS
   shares &= len(set(map(jax.tree.structure, tables))) == 1
-  groups = [tables] if shares else [[each] for each in tables]
-  interpret = implementation == "interpret"
-  return [result for some in groups for result in run(made, some, form, interpret)]
+  results: list[Refined] = []
+  for some in [tables] if shares else [[each] for each in tables]:
+    tile = Tile.of(x.shape[0], x.dtype, len(some))
+    how = {"tile": tile, "form": form, "interpret": implementation == "interpret"}
+    results += launch(fused_inputs.for_kernel(x), some, **how)
+  return results
 
 
 def _check_tables(tables: Tables, width: int) -> None:

@@ -198,7 +198,7 @@ def _nearest(
   exponent = codec.block_exponent(largest, rounds_up=rounds_up)[:, None]
   factor = jnp.broadcast_to(pairs.upper(codec.inverse_scale_of(exponent)), mapped.shape)
   half, how = pairs.upper(mapped), {"interpret": interpret}
-  nearest = lowering.by_ptx(pairs.NEAREST_PTX, pairs.nearest, half, factor, **how)
+  nearest = lowering.by_ptx(pairs.nearest_ptx(), pairs.nearest, half, factor, **how)
   return nearest, exponent
 
 

@@ -21,6 +21,25 @@ def elements(codes):
   return np.where(codes >= 8, -magnitude, magnitude)
 
 
+def every_code_and_scale():
+  """A tensor `[256, 32]` of all codes, twice, at each scale byte; and it in float64.
+
+  The byte 255 is NaN, whatever the code.
+  """
+  byte = np.arange(256)
+  code = np.tile(np.arange(16), (256, 2))
+  codes = (code[:, ::2] | code[:, 1::2] << 4).astype(np.uint8)
+  tensor = mxfp4.MXTensor(jnp.asarray(codes), jnp.asarray(byte[:, None], jnp.uint8))
+  scale = np.where(byte == mxfp4.NOT_FINITE, np.nan, np.ldexp(1.0, byte - 127))
+  return tensor, elements(code) * scale[:, None]
+
+
+def rounded(values, dtype):
+  """Values in float64 in a dtype: inf beyond its range, with the sign of each."""
+  with np.errstate(over="ignore"):
+    return np.asarray(values).astype(dtype)
+
+
 def decoded(tensor):
   """Its values in float64."""
   codes = np.asarray(tensor.codes)

@@ -141,6 +141,7 @@ FUNCTIONS = {
   "max.f32": _float32(np.fmax),
   "min.f32": _float32(np.fmin),
   "max.bf16x2": _halves(np.fmax, BF16),
+  "min.bf16x2": _halves(np.fmin, BF16),
   "mul.rn.bf16x2": _halves(np.multiply, BF16),
   "mul.rn.bf16": _halves(np.multiply, BF16),
   "fma.rn.bf16x2": _halves(lambda a, b, c: a * b + c, BF16),

@@ -1,10 +1,16 @@
-"""What kernels of Triton can address; nothing this large is allocated."""
+"""What kernels of Triton can address (nothing this large is allocated), and what jax
+says of them."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import mesh
+from jax._src.pallas import core
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from mxjax.numerics import mxfp4
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
@@ -38,6 +44,55 @@ def test_what_a_kernel_cannot_address_is_left_to_xla():
     with pytest.raises(NotImplementedError, match="do not fit its 32 bits"):
       jax.eval_shape(functools.partial(run, implementation="interpret"), *operands)
     jax.eval_shape(run, *operands)
+
+
+def lowered_for_a_gpu(function, *operands):
+  """Lowers for an H100 that need not be there, without a compiler."""
+  gpu = mesh.AbstractDevice("NVIDIA H100", 132, "gpu")
+  gpu = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=gpu)
+  with (
+    jax.sharding.use_abstract_mesh(gpu),
+    warnings.catch_warnings(record=True) as told,
+  ):
+    warnings.simplefilter("always")
+    traced = jax.jit(function).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  return text, [str(warning.message) for warning in told]
+
+
+def double(x_ref, out_ref):
+  out_ref[...] = 2 * x_ref[...]
+
+
+def test_jax_warns_of_triton_for_kernels_of_others_only():
+  x = array("bfloat16", 256, 32)
+  before = list(warnings.filters)
+  text, told = lowered_for_a_gpu(mxfp4_encode.launch, x)
+  assert "mxjax_mxfp4_encode" in text and not told
+  theirs = functools.partial(
+    pl.pallas_call,
+    double,
+    out_shape=array("float32", 16),
+    compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+  )
+  _, told = lowered_for_a_gpu(lambda x: theirs()(x), array("float32", 16))
+  # jax 0.10 does not warn at all.
+  assert len(told) == (jax.version.__version_info__ >= (0, 11))
+  assert all("Pallas Triton backend is deprecated" in message for message in told)
+  assert warnings.filters == before
+
+
+def test_no_other_warning_is_silenced(monkeypatch):
+  def lower(*messages):
+    for message in messages:
+      warnings.warn(message, DeprecationWarning, stacklevel=1)
+
+  monkeypatch.setattr(core, "_backend_lowering_rules", {})
+  core.register_lowering_rule(triton.CompilerParams, lower, "gpu")
+  ours = core.get_lowering_rule(lowering._without_warning(), "gpu")
+  with pytest.warns(DeprecationWarning) as told:
+    ours("The Pallas Triton backend is deprecated and will be removed", "another")
+  assert [str(warning.message) for warning in told] == ["another"]
 
 
 def test_no_launch_reads_before_an_array():

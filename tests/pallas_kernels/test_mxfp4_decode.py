@@ -7,14 +7,55 @@ import pytest
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import mxfp4_decode
 from tests.pallas_kernels import ptx_machine
-from tests.pallas_kernels.operands import elements, packed
+from tests.pallas_kernels.operands import (
+  elements,
+  every_code_and_scale,
+  packed,
+  rounded,
+)
 
 decode = jax.jit(mxfp4_decode.decode, static_argnames="implementation")
 decode_float8 = jax.jit(mxfp4_decode.decode_float8, static_argnames="implementation")
 
 
+@pytest.mark.parametrize(
+  ("implementation", "dtype"),
+  [
+    ("xla", ml_dtypes.bfloat16),
+    ("xla", np.float32),
+    ("xla", np.float16),
+    ("interpret", ml_dtypes.bfloat16),
+  ],
+)
+def test_every_code_at_every_scale_byte_is_what_float64_says(implementation, dtype):
+  """Beyond the type there is infinity with the sign, and 255 is NaN, zeros included."""
+  tensor, wide = every_code_and_scale()
+  if implementation == "interpret":
+    # Interpreted on a CPU, subnormals are flushed; `test_ptx_of_every_byte` has them.
+    tensor, wide = jax.tree.map(lambda a: a[3:], (tensor, wide))
+  want = rounded(wide, dtype)
+  if implementation == "xla":
+    got = jax.jit(mxfp4.decode, static_argnums=1)(tensor, dtype)
+  else:
+    got = decode(tensor, implementation=implementation)
+  got = np.asarray(got)
+  assert got.dtype == want.dtype and np.isinf(got[-3:-1].astype(np.float64)).any()
+  np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+  is_number = ~np.isnan(want)
+  np.testing.assert_array_equal(got[is_number], want[is_number])
+  np.testing.assert_array_equal(np.signbit(got)[is_number], np.signbit(want)[is_number])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
+def test_nothing_decodes_to_nothing(implementation):
+  for shape in ((0, 64), (3, 0, 32)):
+    codes, scales = (jnp.zeros((*shape[:-1], shape[-1] // n), "uint8") for n in (2, 32))
+    got = decode(mxfp4.MXTensor(codes, scales), implementation=implementation)
+    assert got.shape == shape and got.dtype == jnp.bfloat16
+
+
 def test_ptx_of_every_byte_at_every_scale():
-  byte, scale = (a.ravel() for a in np.meshgrid(np.arange(256), np.arange(1, 255)))
+  byte, scale = (a.ravel() for a in np.meshgrid(np.arange(256), np.arange(255)))
   factor = np.exp2(scale - 127.0).astype(ml_dtypes.bfloat16).view(np.uint16)
   got = ptx_machine.run(
     mxfp4_decode.bfloat16_ptx(),

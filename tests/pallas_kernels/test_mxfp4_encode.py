@@ -47,6 +47,20 @@ def test_it_takes_any_leading_axes_and_widths():
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla", "native", "interpret"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_empty_array_has_an_empty_payload(implementation, dtype):
+  for leading in ((0,), (3, 0), (0, 5, 2)):
+    x = jnp.ones((*leading, 64), dtype)
+    for tensor in (
+      mxfp4_encode.encode(x, implementation=implementation),
+      jax.jit(mxfp4.encode)(x),
+    ):
+      assert tensor.shape == x.shape and tensor.codes.dtype == jnp.uint8
+      assert tensor.scales.shape == (*leading, 2) and tensor.scales.dtype == jnp.uint8
+      mxfp4.check_legal(tensor)
+
+
 def test_an_explicit_choice_never_falls_back():
   x = jnp.ones((2, 32))
   other = mxfp4.Rules(scale_rule="even")

@@ -1,9 +1,15 @@
+import functools
+import re
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mxjax.pallas_kernels import codec, pairs
+from mxjax.numerics import implementations
+from mxjax.pallas_kernels import codec, mxfp4_decode, pairs
+from mxjax.pallas_kernels.products import planes
+from tests import targets
 from tests.pallas_kernels import ptx_machine
 
 BOUNDARIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
@@ -21,8 +27,13 @@ def twice(result):
   return result.view(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, 2)
 
 
+DEVICES = [targets.AMPERE, targets.ADA, targets.HOPPER, targets.BLACKWELL]
+
+
 @pytest.mark.parametrize("exponent", [-127, -126, -90, -1, 0, 3, 125])
-def test_ptx_encodes_every_pair_to_the_nearest_values(exponent):
+@pytest.mark.parametrize("device", [targets.AMPERE, targets.HOPPER])
+def test_ptx_encodes_every_pair_to_the_nearest_values(device, exponent, monkeypatch):
+  monkeypatch.setattr(implementations, "target", lambda: device)
   halves = np.arange(1 << 16, dtype=np.uint16)
   halves = halves[(halves & 0x7FFF) < 0x7F80]
   values = halves.view(ml_dtypes.bfloat16).astype(np.float64)
@@ -36,15 +47,56 @@ def test_ptx_encodes_every_pair_to_the_nearest_values(exponent):
   x = x.view(ml_dtypes.bfloat16).astype(np.float64)
   index = np.searchsorted(BOUNDARIES, np.abs(x) / 2.0**exponent, side="right")
   want = np.copysign(MAGNITUDES[index], x)
-  got = twice(ptx_machine.run(pairs.NEAREST_PTX, word, factor))
+  got = twice(ptx_machine.run(pairs.nearest_ptx(), word, factor))
   plain = np.asarray(pairs.nearest_values(seen, same), np.float64)
   for values in (got, plain):
     np.testing.assert_array_equal(values, want)
     np.testing.assert_array_equal(np.signbit(values), np.signbit(x))
   code = index + 8 * np.signbit(x)
   byte = code[:, 0] | (code[:, 1] << 4)
-  np.testing.assert_array_equal(ptx_machine.run(pairs.CODES_PTX, word, factor), byte)
+  np.testing.assert_array_equal(ptx_machine.run(pairs.codes_ptx(), word, factor), byte)
   np.testing.assert_array_equal(pairs.nearest_codes(seen, same)[:, 0], byte)
+
+
+def ported():
+  """Each PTX that asked for sm_90, and all that reads it: of every device."""
+  return {
+    "codes": (pairs.codes_ptx, 2),
+    "nearest": (pairs.nearest_ptx, 2),
+    "packed": (lambda: pairs.PACKED_PTX, 1),
+    "decode": (mxfp4_decode.bfloat16_ptx, 2),
+    **{
+      f"plane {position}": (functools.partial(planes.plane_ptx, position), 2)
+      for position in range(planes.COUNT)
+    },
+  }
+
+
+def as_of_hopper(ptx):
+  """PTX whose fused products with -0 are the products of two that sm_90 has."""
+  return re.sub(r"fma(\.rn\.bf16x2 .*), zero;", r"mul\1;", ptx)
+
+
+@pytest.mark.parametrize("name", ported())
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_ptx_of_every_device_computes_the_same_bits(name, device, monkeypatch):
+  """On all halves, NaN and inf included, beside another and by every power of two."""
+  make, operands = ported()[name]
+  monkeypatch.setattr(implementations, "target", lambda: targets.HOPPER)
+  fastest = as_of_hopper(make())
+  assert "mul.rn.bf16x2" in fastest and "fma" not in fastest
+  monkeypatch.setattr(implementations, "target", lambda: device)
+  ptx = make()
+  if device.capability < (9, 0):
+    # What `ptxas` refuses before sm_90.
+    assert not re.search(r"mul\.rn\.bf16|(add|min|max)\.[us]16x2", ptx)
+  low = np.arange(1 << 16, dtype=np.uint32)
+  word = low | np.random.default_rng(0).permutation(low) << np.uint32(16)
+  factors = [0, 0x0040, 0x7F80, 0x7FC0, *range(1 << 7, 255 << 7, 7 << 7)]
+  for factor in factors if operands == 2 else [0]:
+    given = [word, np.full(word.shape, factor * 0x10001, np.uint32)][:operands]
+    got, want = (ptx_machine.run(each, *given) for each in (ptx, fastest))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_the_larger_of_a_row_and_its_factor_are_found_in_either_half():

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 import types
@@ -13,7 +14,7 @@ from mxjax.layers import inference_packing
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode, Unrounded
 from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard
@@ -146,7 +147,10 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left():
     ("gpu", "9.0", 4e-4, "float8"),
     ("gpu", "9.0", 0.1, "bfloat16"),
     ("gpu", "9.0", float("nan"), "bfloat16"),
-    ("gpu", "8.9", 4e-4, None),
+    ("gpu", "8.9", 4e-4, "float8"),
+    ("gpu", "12.0", 4e-4, "float8"),
+    ("gpu", "8.6", 4e-4, None),
+    ("gpu", "gfx942", 4e-4, None),
     ("cpu", None, 4e-4, None),
   ],
 )
@@ -156,11 +160,14 @@ def test_float8_is_the_default_where_its_products_pass(
   device = types.SimpleNamespace(
     platform=platform, compute_capability=capability, device_kind="this device"
   )
+  target_of = implementations.target_of.__wrapped__
   params = {"layer": {"q": {"weight": leaf("rtn")}}}
   with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     patch.setattr(inference_packing, "float8_error", lambda: error)
-    patch.setattr(inference_packing, "_device", lambda: device)
+    patch.setattr(inference_packing, "_device_of", lambda params: device)
+    patch.setattr(implementations, "target_of", target_of)
+    patch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
     result = pack_for_inference(params)
   assert len(told) == (chosen is not None)
   if told:

@@ -26,7 +26,7 @@ from mxjax.run.progress import Report
 from mxjax.run.quantize import run
 from mxjax.run.record import StageClock
 from mxjax.run.setup import Setup
-from tests import tiny
+from tests import targets, tiny
 
 TUNED = methods.get("hires+tune:epochs=1:length=16")
 
@@ -74,7 +74,7 @@ def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
 
 
 def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypatch):
-  monkeypatch.setattr(implementations, "target_platform", lambda: "gpu")
+  monkeypatch.setattr(implementations, "target", lambda: targets.HOPPER)
   x = jnp.ones((64, 64), jnp.bfloat16)
   traced = lambda weight: str(jax.make_jaxpr(lambda x: linear(x, weight))(x))
   kernels = traced(leaf).count("pallas_call")

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import mxfp4_encode
 from mxjax.pallas_kernels.mosaic import device, encode
 from tests.pallas_kernels.test_mxfp4_encode import hard_blocks
 
 
 @pytest.mark.skipif(device.obstacle() is not None, reason=str(device.obstacle()))
-def test_the_kernel_equals_the_reference_bit_for_bit(monkeypatch):
-  monkeypatch.setenv("MXJAX_PALLAS_BACKEND", "mosaic")
+def test_the_kernel_equals_the_reference_bit_for_bit():
   x = hard_blocks(jnp.bfloat16)
   assert x.shape[0] % encode.BLOCKS  # the last program overlaps the one before
-  got = mxfp4_encode.encode(x, implementation="interpret")
+  got = encode.encode(x, interpret=True)
   jax.tree.map(np.testing.assert_array_equal, got, mxfp4.encode(x))

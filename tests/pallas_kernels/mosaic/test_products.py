@@ -1,14 +1,16 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import mxfp4_decode
-from mxjax.pallas_kernels.mosaic import device
+from mxjax.numerics import implementations, mxfp4
+from mxjax.pallas_kernels import lowering, mxfp4_decode
+from mxjax.pallas_kernels.mosaic import device, products
 from mxjax.pallas_kernels.products import float8
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
-from mxjax.pallas_kernels.products.matmul import matmul
+from tests import targets
 from tests.pallas_kernels.operands import exact, packed
 
 interpreted = pytest.mark.skipif(
@@ -16,9 +18,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def mosaic(monkeypatch):
-  monkeypatch.setenv("MXJAX_PALLAS_BACKEND", "mosaic")
+multiply = functools.partial(products.packed_product, interpret=True)
 
 
 def check(got, x, weight, rounding=0.0):
@@ -31,24 +31,28 @@ def check(got, x, weight, rounding=0.0):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_one_program_takes_tile_after_tile_through_its_stages(is_packed, monkeypatch):
-  monkeypatch.setattr(device, "MULTIPROCESSORS", 1)
+  monkeypatch.setattr(lowering, "multiprocessors", lambda: 1)
   # Two tiles of three steps: more than there are stages, and not twice as many.
   x, weight = packed(64, 384, -3, 3), packed(256, 384, -8, -6, seed=2)
   operand = x if is_packed else mxfp4.decode(x, jnp.bfloat16)
-  check(matmul(operand, weight, implementation="interpret"), x, weight)
+  check(multiply(operand, weight, dtype=jnp.float32), x, weight)
 
 
 @interpreted
 @pytest.mark.slow
 def test_the_last_rows_overlap_and_the_result_is_rounded_once():
   x, weight = packed(70, 256, -3, 3), packed(128, 256, -8, -6, seed=2)
-  got = matmul(x, weight, dtype=jnp.bfloat16, implementation="interpret")
+  got = multiply(x, weight, dtype=jnp.bfloat16)
   check(got, x, weight, rounding=2.0**-8)
 
 
 @interpreted
 @pytest.mark.slow
-def test_float8_is_exact_and_rows_outside_the_range_are_taken_in_bfloat16():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_float8_is_exact_and_rows_outside_the_range_are_taken_in_bfloat16(
+  dtype, monkeypatch
+):
+  monkeypatch.setattr(implementations, "target", lambda: targets.HOPPER)
   x = packed(66, 256, float8.LOWEST, float8.HIGHEST)
   x = mxfp4.MXTensor(x.codes, x.scales.at[65, 1].set(float8.HIGHEST + 1 + 127))
   weight = packed(128, 256, -20, -6, seed=2)
@@ -58,17 +62,11 @@ def test_float8_is_exact_and_rows_outside_the_range_are_taken_in_bfloat16():
   unit, fits = mxfp4_decode.float8_range(weight)
   assert fits
   inputs = float8.of_tensor(x)
-  got = float8_matmul(inputs, weight, unit, implementation="interpret")
-  check(got, x, weight)
-
-
-def test_shapes_that_do_not_fit_are_refused_in_one_sentence():
-  for rows, width, outputs in ((63, 128, 128), (64, 96, 128), (64, 128, 64)):
-    x, weight = packed(rows, width, 0, 1), packed(outputs, width, 0, 1)
-    with pytest.raises(NotImplementedError, match="64 rows or more, widths of 128"):
-      matmul(x, weight, implementation="interpret")
-    unit, inputs = jnp.float32(1), float8.of_tensor(x)
-    with pytest.raises(NotImplementedError, match="64 rows or more, widths of 128"):
-      float8_matmul(inputs, weight, unit, implementation="interpret")
-  # None takes the reference instead.
-  check(jax.jit(matmul)(x, weight), x, weight)
+  run = functools.partial(float8_matmul, dtype=dtype, implementation="interpret")
+  traced = str(jax.make_jaxpr(run)(inputs, weight, unit))
+  assert (
+    "mxjax_float8_product" in traced and "dot_general" not in traced.split("mend")[0]
+  )
+  got = run(inputs, weight, unit)
+  assert got.dtype == dtype
+  check(got, x, weight, rounding=0.0 if dtype == jnp.float32 else 2.0**-8)

@@ -1,12 +1,12 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import one_code
 from mxjax.pallas_kernels.mosaic import device, refinement
+from mxjax.pallas_kernels.products import float8
 from mxjax.pallas_kernels.refinement import one_code as kernel
 from tests.pallas_kernels.refinement.test_one_code import objective, problem
 
@@ -18,9 +18,15 @@ refine = jax.jit(
 )
 
 
-@pytest.fixture(autouse=True)
-def mosaic(monkeypatch):
-  monkeypatch.setenv("MXJAX_PALLAS_BACKEND", "mosaic")
+def launch(x, tables, form="codes"):
+  """What `kernel.refine_for` returns, by the Mosaic form."""
+  made = refinement.launch(x, tables, form=form, interpret=True)
+  of_parts = {"codes": mxfp4.MXTensor, "float8": float8.Float8Inputs}
+  return [of_parts[form](*parts) if form in of_parts else parts[0] for parts in made]
+
+
+def interpret(x, matrix=None, gram=None, cross=None, *, form="codes", **how):
+  return launch(x, [kernel.Tables(matrix, gram, cross, **how)], form)[0]
 
 
 @interpreted
@@ -36,7 +42,7 @@ def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
   want = refine(x, *tables, implementation="xla")
   nearest = refine(x, matrix, implementation="xla")
   assert (np.asarray(want.codes) != np.asarray(nearest.codes)).mean() > 0.01
-  got = refine(x, *tables, implementation="interpret")
+  got = interpret(x, *tables)
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -45,7 +51,7 @@ def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
 def test_the_kernel_reaches_the_objective_of_the_reference():
   x, *tables = problem(blocks=2)
   x = x.astype(jnp.bfloat16)
-  got, want = (refine(x, *tables, implementation=how) for how in ("interpret", "xla"))
+  got, want = interpret(x, *tables), refine(x, *tables, implementation="xla")
   reached, scale = objective(got, x, *tables)
   reference, _ = objective(want, x, *tables)
   # Products that differ in the last bit may choose between codes as good as equal.
@@ -65,7 +71,7 @@ def test_several_changes_are_exact_where_arithmetic_is(is_mapped):
   gram = one_code.pack_symmetric(one_code.tables(draw(), draw())[0])
   how = {"changes": 3, "rounds_up": True}
   want = refine(x, matrix, gram, implementation="xla", **how)
-  got = refine(x, matrix, gram, implementation="interpret", **how)
+  got = interpret(x, matrix, gram, **how)
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -75,9 +81,8 @@ def test_linears_of_a_shared_launch_have_their_own_tables():
   x, *_ = problem(blocks=2)
   x = x.astype(jnp.bfloat16)
   tables = [kernel.Tables(*problem(blocks=2, seed=seed)[1:]) for seed in (1, 2)]
-  how = {"form": "float8", "implementation": "interpret"}
-  together = kernel.refine_for(x, tables, **how)
-  alone = [kernel.refine_for(x, [each], **how)[0] for each in tables]
+  together = launch(x, tables, "float8")
+  alone = [launch(x, [each], "float8")[0] for each in tables]
   jax.tree.map(np.testing.assert_array_equal, together, alone)
   assert (np.asarray(alone[0].values) != np.asarray(alone[1].values)).any()
 
@@ -88,37 +93,9 @@ def test_linears_of_a_shared_launch_have_their_own_tables():
 def test_without_tables_it_is_the_encoder(form):
   x, *_ = problem(blocks=2)
   x = x.astype(jnp.bfloat16).at[1, 3].set(jnp.nan)
-  how = functools.partial(refine, x, form=form)
-  got, want = (how(implementation=i) for i in ("interpret", "xla"))
+  got, want = interpret(x, form=form), refine(x, form=form, implementation="xla")
   if form == "float8":
     np.testing.assert_array_equal(got.scales, want.scales)
     got, want = got.decoded(), want.decoded()
   np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (got, want)))
   assert np.isnan(np.asarray(got, np.float32)[1, :32]).all()
-
-
-def test_linears_of_one_input_share_a_launch(monkeypatch):
-  x, launched = jnp.ones((64, 64), jnp.bfloat16), []
-
-  def launch(x, tables, **how):
-    launched.append(len(tables))
-    return [(x,) for _ in tables]
-
-  monkeypatch.setattr(refinement, "obstacle", lambda x, form: None)
-  monkeypatch.setattr(refinement, "launch", launch)
-  tables = [kernel.Tables(*problem(blocks=2)[1:]), kernel.Tables(None, None, None)]
-  how = {"form": "values", "implementation": "interpret"}
-  for together, want in ((tables[:1] * 3, [3]), (tables, [1, 1])):
-    launched.clear()
-    made = kernel.refine_for(x, together, **how)
-    assert (launched, len(made)) == (want, len(together))
-
-
-def test_what_it_cannot_take_is_refused_in_one_sentence():
-  run = functools.partial(kernel.refine, implementation="interpret")
-  x = jnp.ones((64, 64), jnp.bfloat16)
-  for wrong in (x[:63], x[:, :32], x.astype(jnp.float32)):
-    with pytest.raises(NotImplementedError, match="64 rows or more"):
-      run(wrong)
-  with pytest.raises(NotImplementedError, match="does not write planes"):
-    run(x, form="planes")

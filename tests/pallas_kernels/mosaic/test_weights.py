@@ -5,7 +5,7 @@ import pytest
 
 from mxjax.pallas_kernels.mosaic import weights
 from tests.pallas_kernels import ptx_machine
-from tests.pallas_kernels.operands import elements
+from tests.pallas_kernels.operands import elements, rounded
 
 WORDS = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype=np.uint16))
 CODES = (WORDS[:, None] >> (4 * np.arange(4))) & 15
@@ -34,6 +34,31 @@ def test_ptx_decodes_a_pair_of_every_word(pair, exponent):
   np.testing.assert_array_equal(wide, want)
   plain = weights.pair_values(pair)(SEEN, jnp.asarray(scale.view(np.int32))[:, None])
   np.testing.assert_array_equal(np.asarray(plain, np.float64), want)
+
+
+@pytest.mark.parametrize("pair", [0, 1])
+def test_every_code_at_every_scale_byte_is_what_float64_says(pair):
+  code = np.arange(16, dtype=np.uint32)
+  word = np.repeat(code | code[::-1] << 4, 256) << np.uint32(8 * pair)
+  byte = np.tile(np.arange(256), 16)
+  # What `as_bfloat16` makes of a scale byte.
+  unit = np.where(byte == 0, 1 << 6, byte << 7)
+  unit = np.where(byte == 255, 0x7FC0, unit).astype(np.uint32) * 0x10001
+  got = ptx_machine.run(weights.pair_ptx(pair), word, unit.astype(np.uint32))
+  got = got.view(ml_dtypes.bfloat16).reshape(-1, 2)
+  codes = np.repeat(np.stack([code, code[::-1]], 1), 256, axis=0)
+  scale = np.where(byte == 255, np.nan, np.ldexp(1.0, byte - 127))
+  want = rounded(elements(codes) * scale[:, None], ml_dtypes.bfloat16)
+  seen = jnp.asarray(word.astype(np.uint16).view(np.int16))[:, None]
+  plain = weights.pair_values(pair)(seen, jnp.asarray(unit.view(np.int32))[:, None])
+  got, want, plain = (np.asarray(a).astype(np.float64) for a in (got, want, plain))
+  np.testing.assert_array_equal(got, want)
+  is_number = ~np.isnan(want)
+  signs = (np.signbit(a)[is_number] for a in (got, want))
+  np.testing.assert_array_equal(*signs)
+  # A CPU flushes subnormals.
+  is_normal = byte > 2
+  np.testing.assert_array_equal(plain[is_normal], got[is_normal])
 
 
 def test_pairs_of_columns_are_put_first_and_second():

@@ -1,0 +1,85 @@
+"""Which kernel multiplies by packed weights: one table, by rows and device.
+
+`implementations.choose` decides whether an operation runs by kernels at all. Where an
+operation has more than one, this table decides, by what was measured. Operations that
+are not in it have one kernel, Triton's; Mosaic's other forms lose to those, and only
+tests and benchmarks call them.
+"""
+
+import dataclasses
+
+from mxjax.numerics import implementations
+from mxjax.numerics.implementations import FLOAT8, Capability
+from mxjax.pallas_kernels.mosaic import device
+from mxjax.pallas_kernels.mosaic import products as mosaic
+from mxjax.pallas_kernels.refinement.fused_inputs import SINGLE_ROWS
+from mxjax.pallas_kernels.refinement.one_code import Form
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """A way to multiply inputs `[n, d]` by a packed weight `[m, d]`.
+
+  Attributes:
+    name: What multiplies.
+    inputs: Form in which it reads the inputs.
+    rows: Fewest n for which it is chosen.
+    measured: File with the times that put it here.
+    least: Least compute capability.
+    only: The only compute capability for which it can be made, or None.
+  """
+
+  name: str
+  inputs: Form
+  rows: int
+  measured: str
+  least: Capability = implementations.KERNELS
+  only: Capability | None = None
+
+
+INT8 = Product("int8", "int8", 1, "benchmarks/results/gpu/h200_1_kernels.json")
+PACKED = Product(
+  "packed", "planes", SINGLE_ROWS + 1, "benchmarks/results/gpu/h200_1_kernels.json"
+)
+LIBRARY = Product(
+  "library", "values", 256, "benchmarks/results/gpu/h200_1_kernels.json"
+)
+"""The weight decoded to bfloat16 by a kernel, then the library's product."""
+FLOAT8_LIBRARY = Product(
+  "float8 library",
+  "float8",
+  256,
+  "benchmarks/results/gpu/h200_1_kernels.json",
+  least=FLOAT8,
+)
+"""The weight decoded to float8 by a kernel, then the library's product."""
+FLOAT8_MOSAIC = Product(
+  "float8 Mosaic",
+  "float8",
+  mosaic.ROWS,
+  "benchmarks/results/gpu/h200_4_tiles.json",
+  least=device.HOPPER,
+  only=device.HOPPER,
+)
+"""Mosaic's product, which decodes weights in registers."""
+TABLE = (FLOAT8_MOSAIC, FLOAT8_LIBRARY, LIBRARY, PACKED, INT8)
+"""The first that can run is taken."""
+
+
+def product(rows: int, outputs: int, width: int, *, has_float8: bool) -> Product:
+  """Returns what multiplies x `[rows, width]` by a weight `[outputs, width]`.
+
+  `has_float8` says whether the weight has a scale of float8 products; see
+  `pack_for_inference`. The device is the one that computations target; a kernel that is
+  interpreted elsewhere is one that every device has.
+  """
+  capability = implementations.target().capability
+  for entry in TABLE:
+    fits = rows >= entry.rows and (has_float8 or entry.inputs != "float8")
+    fits &= capability is None or capability >= entry.least
+    fits &= entry.only in (None, capability)
+    if entry is FLOAT8_MOSAIC:
+      fits = fits and mosaic.obstacle((rows, width), outputs) is None
+    if fits:
+      return entry
+  return INT8
