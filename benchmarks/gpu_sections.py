@@ -37,7 +37,7 @@ import gpu_tuning
 import gpu_whole
 from gpu_bench import Bench
 
-from mxjax.devices import execution
+from mxjax.devices import kept_programs
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import choice, mxfp4_decode, mxfp4_encode
@@ -323,7 +323,7 @@ def main():
   if not options.smoke and jax.default_backend() != "gpu":
     sys.exit("gpu: no GPU; --smoke runs the sections interpreted on a CPU.")
   if options.compiled:
-    execution.keep_compiled(options.compiled)
+    kept_programs.keep_compiled(options.compiled)
   # Where a section is that a limit will stop.
   faulthandler.dump_traceback_later(45, repeat=True, exit=False)
   bench = Bench(options.smoke, options.earlier)

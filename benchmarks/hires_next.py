@@ -28,7 +28,7 @@ import numpy as np
 from mxjax import methods, models
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
-from mxjax.devices import execution
+from mxjax.devices import execution, kept_programs
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.run.quantize import run
 from mxjax.run.record import peak_memory_bytes
@@ -219,7 +219,7 @@ def main():
   made = common.stamp()
   execution.keep_freed_memory()
   if options.compiled:
-    execution.keep_compiled(options.compiled)
+    kept_programs.keep_compiled(options.compiled)
   model, params = models.from_pretrained(options.model)
   found = small_texts(options.data, options.model) if options.model else None
   draws, tests = found or texts(options.data)

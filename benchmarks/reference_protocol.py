@@ -17,7 +17,7 @@ import common
 from mxjax import methods, models
 from mxjax.audit import sizes
 from mxjax.calibration.calibration import Calibration
-from mxjax.devices import execution
+from mxjax.devices import execution, kept_programs
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.methods.hires.hires import HiRes
@@ -103,7 +103,7 @@ def main():
   result = common.read(options.out, {"rows": {}})
   execution.keep_freed_memory()
   if options.compiled:
-    execution.keep_compiled(options.compiled)
+    kept_programs.keep_compiled(options.compiled)
   model, params = models.from_pretrained()
   for name in options.builds:
     made, start = common.stamp(), time.perf_counter()

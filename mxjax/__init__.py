@@ -15,6 +15,7 @@ if TYPE_CHECKING:
   from mxjax.calibration.calibration import Calibration as Calibration
   from mxjax.calibration.flax_calls import apply as apply
   from mxjax.calibration.flax_model import FlaxModel as FlaxModel
+  from mxjax.devices.kept_programs import keep_compiled as keep_compiled
   from mxjax.errors import Refusal as Refusal
   from mxjax.layers.inference_packing import pack_for_inference as pack_for_inference
   from mxjax.layers.linear import linear as linear
@@ -47,6 +48,7 @@ _MODULES = {
   "decode": "numerics.mxfp4",
   "encode": "pallas_kernels.mxfp4_encode",
   "from_pretrained": "models",
+  "keep_compiled": "devices.kept_programs",
   "linear": "layers.linear",
   "load": "storage.checkpoint",
   "load_tokenizer": "models",

@@ -21,7 +21,6 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 
 from mxjax.cli.main import main
-from mxjax.devices import execution
 from mxjax.numerics import precision
 from tests import tiny
 
@@ -187,7 +186,12 @@ def share_compiled_programs(config):
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-  execution.keep_compiled(os.environ["JAX_COMPILATION_CACHE_DIR"])
+  # JAX's own cache, which the environment also gives to processes that tests start.
+  jax.config.update(
+    "jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]
+  )
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   # What JAX cannot read it compiles, such as an entry that a killed test was writing.
   unread = "ignore:Error reading persistent compilation cache entry"
   config.addinivalue_line("filterwarnings", unread)

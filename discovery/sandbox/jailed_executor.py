@@ -137,7 +137,7 @@ class JailedExecutor:
     self.description: Mapping[str, Any] = dict(self._tracer.features)
     shared = ""
     if compiled is not None:
-      compiled.mkdir(parents=True, exist_ok=True)
+      compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
       shared = str(compiled.resolve())
     make = make_worker or functools.partial(EvaluatorWorker, compiled=shared)
     self._workers = [make(task, level, run_limits) for _ in range(workers)]

@@ -104,12 +104,12 @@ def main() -> None:
   os.dup2(2, 1)
   features = _enter(config)
   # Import JAX only now, so that the threads it starts are isolated.
-  from mxjax.devices import execution
+  from mxjax.devices import kept_programs
   from mxjax.discovery.core.task import Status
   from mxjax.discovery.sandbox.executor import status_of
 
   if config["compiled"]:
-    execution.keep_compiled(config["compiled"])
+    kept_programs.keep_compiled(config["compiled"])
   phase, caches = _Phase(config), _Caches()
   frames.write(replies, [json.dumps(features).encode()])
   while data := frames.read(sys.stdin.buffer):

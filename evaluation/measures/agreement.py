@@ -1,12 +1,12 @@
 """Agreement of quantized and float predictions: KL divergence and flips per token."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
@@ -39,7 +39,7 @@ class Agreement(NamedTuple):
     }
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _compare(
   model: CausalLanguageModel,
   params: tuple[Params, Params],

@@ -4,7 +4,6 @@ Nothing propagates from layer to layer. Every linear and every layer is measured
 sequences that no statistic was fitted on.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
@@ -46,7 +46,7 @@ def _rule_sums(
   }
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _layer_sums(
   model: CausalLanguageModel,
   layers: tuple[Params, Params],

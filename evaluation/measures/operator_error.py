@@ -4,7 +4,6 @@ Errors do not propagate from layer to layer and rounding chaos plays no role, so
 operator error separates methods that the perplexity of a small model cannot.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
@@ -19,7 +19,7 @@ from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _layer_errors(
   model: CausalLanguageModel,
   layer: Params,

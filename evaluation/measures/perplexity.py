@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
@@ -61,7 +61,7 @@ class Perplexity:
     return {**dataclasses.asdict(self), "mean": self.mean, "spread": self.spread}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "placement"))
+@compilation.jit(static_argnames=("model", "placement"))
 def _losses(
   model: CausalLanguageModel,
   params: Params,

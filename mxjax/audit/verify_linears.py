@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.layers import quantized_linear
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -141,7 +142,7 @@ def _operand_faults(
     )
 
 
-@jax.jit
+@compilation.jit()
 def _run(x: jax.Array, leaf: QuantizedLinear) -> tuple[jax.Array, jax.Array]:
   """Returns the runtime's A4 operand and its output."""
   operand = quantized_linear.quantized_inputs(x, leaf)

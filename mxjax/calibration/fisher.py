@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration.linear_inputs import HESSIAN_TILE, LinearInputs, mirrored
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
@@ -31,13 +32,13 @@ LARGEST = 20.0
 """Largest weight of a token before the second normalization, in units of the mean."""
 
 
-@jax.jit
+@compilation.jit()
 def _token_weights(squares: jax.Array) -> jax.Array:
   relative = jnp.minimum(squares / squares.mean(), LARGEST)
   return (1 - SHARE) + SHARE * relative / relative.mean()
 
 
-@jax.jit
+@compilation.jit()
 def _square_norms(gradients: jax.Array) -> jax.Array:
   return jnp.square(gradients.astype(jnp.float32)).sum(-1)
 
@@ -78,7 +79,7 @@ def _gram_step(
   return carry
 
 
-@jax.jit
+@compilation.jit()
 def _mixed_gram(upper: jax.Array, places: jax.Array) -> jax.Array:
   """Mirrors the upper triangle, see `linear_inputs.mirrored`, and mixes in ones."""
   total = mirrored(upper, places)

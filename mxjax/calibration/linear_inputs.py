@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.devices import execution
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.devices.totals import Totals
@@ -82,13 +83,13 @@ def mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
   return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
 
 
-@jax.jit
+@compilation.jit()
 def _mirrored_mean(upper: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
   """Mirrors the upper triangle of a sum into a symmetric mean over tokens `[d, d]`."""
   return mirrored(upper, places) / tokens
 
 
-@jax.jit
+@compilation.jit()
 def _float32_row(chunk: jax.Array, index: jax.Array) -> jax.Array:
   return chunk[index].astype(jnp.float32)
 
@@ -105,7 +106,7 @@ def _fold_moment_step(
   return carry.at[index % 2].add(reference_chart.block_moment(blocks))
 
 
-@jax.jit
+@compilation.jit()
 def _means(totals: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Divides sums of two folds by their tokens: the mean by fold, and of all."""
   folds = totals / jnp.maximum(tokens, 1.0)[:, None, None, None]

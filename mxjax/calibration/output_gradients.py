@@ -9,13 +9,13 @@ half of every sequence, one decoder layer at a time; the loss is a sum over its 
   \qquad y_s \sim p(\cdot \mid x_{\le s})
 """
 
-import functools
 import pathlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import (
   Calibration,
@@ -62,7 +62,7 @@ def draw_labels(keys: jax.Array, likely: jax.Array) -> jax.Array:
   return jnp.minimum(group * GROUP + word, words - 1).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "placement"))
+@compilation.jit(static_argnames=("model", "placement"))
 def _of_final_hidden(
   model: CausalLanguageModel,
   outer: Params,
@@ -97,7 +97,7 @@ def _of_final_hidden(
   return placement.call(run, outer, hidden, places)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "placement"))
+@compilation.jit(static_argnames=("model", "placement"))
 def _through_layer(
   model: CausalLanguageModel,
   layer: Params,

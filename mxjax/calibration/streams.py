@@ -4,13 +4,13 @@ During calibration `lax.map` runs each sequence of a chunk separately, so the bi
 not depend on the chunk size.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.calibration.calibration import (
   CausalLanguageModel,
   Params,
@@ -76,8 +76,7 @@ def embed(
   return [_embed(model, outer, put(cut(first)), placement) for first in starts]
 
 
-@functools.partial(
-  jax.jit,
+@compilation.jit(
   static_argnames=("model", "blocked", "plain", "placement"),
   donate_argnames="hidden",
   compiler_options=execution.FEW_TEMPORARIES,
@@ -178,7 +177,7 @@ def advance(
   return [_advance(model, layer, chunk, placement) for chunk in hidden]
 
 
-@jax.jit
+@compilation.jit()
 def count_not_finite(array: jax.Array) -> jax.Array:
   """Counts NaN and inf where an array lies, without a copy on the host; int32."""
   return (~jnp.isfinite(array)).sum(dtype=jnp.int32)

@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
   shared.add(parser.add_argument_group("evaluation"), *shared.EVALUATION)
   shared.add(parser, "--json")
   _add_tasks(parser.add_argument_group("tasks"))
-  shared.add(parser, "--compiled")
+  shared.add(parser, "--compiled", "--no-compiled")
   unset = {name: parser.get_default(name) for name in (*OF_TASKS, *OF_PERPLEXITY)}
   parser.set_defaults(unset=unset, run=run)
 

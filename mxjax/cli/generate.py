@@ -69,7 +69,7 @@ def add_sampling(
     help="end before this text; may be repeated",
   )
   shared.add(group, "--seed")
-  shared.add(parser, "--storage", "--dtype", "--compiled")
+  shared.add(parser, "--storage", "--dtype", "--compiled", "--no-compiled")
   parser.set_defaults(unset={"top_k": None, "top_p": top_p})
 
 

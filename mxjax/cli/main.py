@@ -33,6 +33,8 @@ COMMANDS = (
 Each has `add_parser`, which defines the options and sets `run`, a function of them.
 They import JAX only inside `run`, so that help is instant.
 """
+COMPILING = 5.0
+"""Seconds of compiling one program after which a command says so."""
 MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
 """Errors that users can fix; others are bugs of ours and show a traceback."""
 
@@ -93,12 +95,16 @@ def _dying_quietly() -> Iterator[None]:
 
 def _launch(options: argparse.Namespace) -> int:
   """Runs a parsed command; a distributed process runs it in a supervised child."""
-  from mxjax.devices import execution, processes
+  from mxjax.devices import execution, kept_programs, processes
 
   execution.keep_freed_memory()
-  if options.compiled_kept:
+  if options.compiled_kept is None:
+    kept_programs.keep_compiled_on_gpu()
+  elif options.compiled_kept is False:
+    kept_programs.keep_none()
+  else:
     try:
-      execution.keep_compiled(options.compiled_kept)
+      kept_programs.keep_compiled(options.compiled_kept)
     except OSError as error:
       _report(options, "error", _sentence(error, options.command))
       return 2
@@ -123,10 +129,17 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
   """Runs a command in this process; returns its exit code."""
+  from mxjax import compilation
   from mxjax.devices import processes
 
+  def tell(name: str) -> None:
+    from mxjax.cli import output
+
+    output.teller(options.log)(f"XLA has been compiling {name} for {COMPILING:g} s")
+
   try:
-    code = options.run(options) or 0
+    with compilation.on_long_compile(tell, COMPILING):
+      code = options.run(options) or 0
     sys.stdout.flush()
     return code
   except KeyboardInterrupt as error:

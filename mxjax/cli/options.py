@@ -126,7 +126,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     dest="compiled_kept",
     metavar="DIR",
     help="keep compiled programs in DIR and use those of earlier commands on this "
-    "machine instead of compiling again; results do not depend on it",
+    "machine instead of compiling again; results do not depend on it. On a GPU they "
+    "are kept in ~/.cache/mxjax/compiled by default",
+  ),
+  "--no-compiled": dict(
+    dest="compiled_kept",
+    action="store_const",
+    const=False,
+    help="keep no compiled programs and use none of earlier commands",
   ),
   "--mesh": dict(
     metavar="AXES",
@@ -162,7 +169,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
   """Adds the options of commands that quantize and measure."""
   add(parser.add_argument_group("calibration"), *CALIBRATION)
   add(parser.add_argument_group("evaluation"), *EVALUATION)
-  add(parser, "--json", "--compiled")
+  add(parser, "--json", "--compiled", "--no-compiled")
 
 
 def storage(text: str | None) -> dict[str, Any]:

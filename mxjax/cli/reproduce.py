@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
       "discovery tables", f"TABLES may also hold {', '.join(PAPER_STUDIES)}."
     )
   )
-  shared.add(parser, "--json", "--compiled")
+  shared.add(parser, "--json", "--compiled", "--no-compiled")
   parser.set_defaults(run=run)
 
 

@@ -16,8 +16,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import os
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -25,6 +23,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import threadpoolctl
+
+from mxjax import compilation
 
 T = TypeVar("T")
 
@@ -44,14 +44,6 @@ XLA:CPU's default order starts everything as early as it can, such as the float3
 copies of all weights of a layer: at width 2048 a layer's pass then takes three times
 the temporaries. A layer of SmolLM2 takes as long either way. XLA:GPU would copy the
 weights of q, k and v into one matrix in every call."""
-
-WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""Compiler options for functions of many products that run for milliseconds in all.
-
-XLA:GPU tries many programs for each product: for the report's measurements of a linear
-that was nearly half of the compilation of a build of Qwen3-8B's shapes
-(`benchmarks/results/gpu/h200_4_compilations.json`).
-"""
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -87,19 +79,6 @@ def trim_malloc(nbytes: int) -> bool:
   """
   trim = _allocator("malloc_trim") if nbytes >= LARGE_BYTES else None
   return trim is not None and trim(0) == 1
-
-
-def keep_compiled(folder: str | os.PathLike[str]) -> None:
-  """Makes JAX cache compiled programs in a folder shared between processes.
-
-  The folder is created if missing, grows, and may be removed at any time. It must come
-  from a machine with the same processor, and from people who may run code here. Only
-  programs call this, never the library.
-  """
-  pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-  jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def block_on_cpu(tree: T) -> T:
@@ -139,22 +118,12 @@ def one_lapack_thread() -> Iterator[None]:
     yield
 
 
-def jit(**options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
-  """Decorates as `jax.jit` with these options; calls wait as `block_on_cpu` does."""
-
-  def decorate(function: Callable[..., T]) -> Callable[..., T]:
-    compiled = jax.jit(function, **options)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> T:
-      return block_on_cpu(compiled(*args, **kwargs))
-
-    return call
-
-  return decorate
+def jit(**options: Any) -> Callable[[Callable[..., T]], compilation.Jitted[T]]:
+  """Decorates as `compilation.jit`; calls wait as `block_on_cpu` does."""
+  return compilation.jit(then=block_on_cpu, **options)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compilation.jit(static_argnums=0)
 def _zeros(leaves: tuple[jax.ShapeDtypeStruct, ...]) -> list[jax.Array]:
   return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 

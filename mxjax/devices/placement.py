@@ -12,7 +12,6 @@ not depend on their number of rows.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -23,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mxjax import compilation
 from mxjax.devices import execution
 from mxjax.devices.mesh import AXES, DATA, MODEL, alias, map_weights, normalize
 from mxjax.errors import ValueRefusal
@@ -217,7 +217,7 @@ class _OnPrimary(Mapping[str, Any]):
     return len(self._params)
 
 
-@functools.partial(jax.jit, static_argnames="mesh")
+@compilation.jit(static_argnames="mesh")
 def _replicated(array: jax.Array, mesh: Mesh) -> jax.Array:
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
 

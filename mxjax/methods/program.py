@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
@@ -146,7 +147,7 @@ class Program:
     return {"name": self.name, "recover": recover, "options": options}
 
 
-@jax.jit
+@compilation.jit()
 def pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
   """Packs legal codes into an `MXTensor` `[out_features, in_features]`."""
   return result.tensor()

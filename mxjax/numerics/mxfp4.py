@@ -14,7 +14,6 @@ above 6 * 2^e saturate, and the sign bit follows the input.
 
 import dataclasses
 import fractions
-import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mxjax import compilation
 from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.numerics import float_bits
 from mxjax.numerics.exported import register_dataclass
@@ -214,7 +214,7 @@ def to_blocks(x: jax.Array) -> jax.Array:
   return x.T.reshape(features // BLOCK_SIZE, BLOCK_SIZE, rows)
 
 
-@jax.jit
+@compilation.jit()
 def weight_blocks(weight: jax.Array) -> jax.Array:
   """Converts a weight `[n, d]` to blocks as `to_blocks` does, in float32."""
   return to_blocks(weight.astype(jnp.float32))
@@ -256,7 +256,7 @@ def pack_tensor(codes: jax.Array, exponent: jax.Array) -> MXTensor:
   return MXTensor(pack(codes), (exponent + SCALE_BIAS).astype(jnp.uint8))
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def _encode(x: jax.Array, rules: Rules) -> MXTensor:
   # No size is left to be found, because an empty array does not tell it.
   blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)

@@ -4,7 +4,6 @@ The errors and rates of a linear are measured on a few calibration tokens.
 """
 
 import dataclasses
-import functools
 import resource
 import sys
 import time
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration.calibration import Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
@@ -154,7 +154,7 @@ def local_objectives(
   return sensitivity, sensitivity + mismatch
 
 
-@functools.partial(jax.jit, compiler_options=execution.WITHOUT_TRIALS)
+@compilation.jit()
 def _probe(
   x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
 ) -> dict[str, jax.Array]:

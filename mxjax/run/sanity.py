@@ -1,13 +1,13 @@
 """The sanity gate after quantization: compares logits with the float model's."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
 from mxjax.errors import FloatingPointRefusal
@@ -91,7 +91,7 @@ def report(
     tokens = calib.tokens[:1, :SANITY_TOKENS]
     return compare(model, params, quantized, tokens)
   inputs = jax.tree.map(lambda a: a[:SANITY_EXAMPLES], calib.tokens)
-  run = jax.jit(model.outputs)
+  run = compilation.jit()(model.outputs)
   pairs = zip(
     *(jax.tree.leaves(run(p, inputs)) for p in (params, quantized)), strict=True
   )
@@ -102,7 +102,7 @@ def report(
   return OutputReport(float(error / total), min(calib.count, SANITY_EXAMPLES))
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _log_probabilities(
   model: CausalLanguageModel, params: Params, hidden: jax.Array
 ) -> jax.Array:

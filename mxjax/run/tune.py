@@ -4,7 +4,6 @@ Every step is written to the run folder before the next begins, so a killed run 
 to the same bits.
 """
 
-import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mxjax import compilation
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
@@ -41,7 +41,7 @@ def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransfor
   return optax.multi_transform(rates, labels)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "steps"))
+@compilation.jit(static_argnames=("options", "steps"))
 def _update_layer(
   options: ScaleDistillation, steps: int, learned: Any, state: Any, gradient: Any
 ) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from typing_extensions import override
 
+from mxjax import compilation
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import (
   Calibration,
@@ -106,7 +107,7 @@ def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
   return jax.tree.map(bounded, learned, is_leaf=is_scales), state
 
 
-_round = jax.jit(learned_scales.quantize_weight, static_argnums=2)
+_round = compilation.jit(static_argnums=2)(learned_scales.quantize_weight)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

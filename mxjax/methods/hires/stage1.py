@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
@@ -105,7 +106,7 @@ def _output_moment(
   return jnp.asarray((even * (rows - rows // 2) + odd * (rows // 2)) / rows)
 
 
-@functools.partial(jax.jit, static_argnames=("chart", "max_condition"))
+@compilation.jit(static_argnames=("chart", "max_condition"))
 def _charts(
   moment: jax.Array, weight_moment: jax.Array, *, chart: Chart, max_condition: float
 ) -> tuple[jax.Array, ...]:
@@ -118,7 +119,7 @@ def _charts(
   return reference, rotation @ reference, rotation @ jnp.linalg.inv(reference).mT
 
 
-@jax.jit
+@compilation.jit()
 def spectral_norm(matrices: jax.Array) -> jax.Array:
   """Computes the largest singular value of each matrix, `[..., q, q]` to `[...]`."""
   return jnp.linalg.svd(matrices, compute_uv=False)[..., 0]
@@ -350,7 +351,7 @@ def _measure(
   return np.stack([of_full, of_half, of_identity])
 
 
-@jax.jit
+@compilation.jit()
 def _installed(
   full_scales: jax.Array, losses: jax.Array, transform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
+from mxjax import compilation
 from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
@@ -24,7 +25,7 @@ from mxjax.methods.recovery import RecoveryFit, Sample, State, Taps
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
 
-@jax.jit
+@compilation.jit()
 def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
 
@@ -119,7 +120,7 @@ class MlpFit(RecoveryFit):
     }
 
 
-@jax.jit
+@compilation.jit()
 def _flat(by_cell: mlp_recovery.CellMoments) -> mlp_recovery.CellMoments:
   """Joins the two axes of the cells, residue and quarter."""
   return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), by_cell)

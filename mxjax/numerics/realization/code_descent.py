@@ -11,18 +11,18 @@ so the best legal value at the exponent that GPTQ froze is the one nearest to
 `HiResDescent` states the benefit.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import gptq
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "passes"))
+@compilation.jit(static_argnames=("rules", "passes"))
 def descend(
   weight: jax.Array,
   start: gptq.Reconstruction,

@@ -8,12 +8,12 @@ Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specificat
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 
@@ -74,7 +74,7 @@ def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
 
 
-@functools.partial(jax.jit, static_argnames="damping")
+@compilation.jit(static_argnames="damping")
 def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
   """Factors the damped inverse of X^T X / n, raising the damping tenfold if needed.
 
@@ -161,7 +161,7 @@ def _round_searched(
   return codes, decoded, error, chosen(*exponents)
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def reconstruct_local(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
@@ -186,7 +186,7 @@ def _lagged(
   return weight - jnp.einsum("di,dm->im", columns, known, precision=HIGHEST)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "scales"))
+@compilation.jit(static_argnames=("rules", "scales"))
 def reconstruct(
   weight: jax.Array,
   upper: jax.Array,
@@ -240,7 +240,7 @@ def descending_curvature(hessian: jax.Array) -> jax.Array:
   return jnp.argsort(-jnp.diagonal(hessian), stable=True).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def reconstruct_ordered(
   weight: jax.Array,
   upper: jax.Array,
@@ -263,7 +263,7 @@ def reconstruct_ordered(
   return Reconstruction(restore(result.codes), exponent, restore(result.decoded))
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def round_to_nearest(
   weight: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
@@ -274,7 +274,7 @@ def round_to_nearest(
   return Reconstruction(codes, exponent, decoded)
 
 
-@jax.jit
+@compilation.jit()
 def reconstruction_loss(
   weight: jax.Array, decoded: jax.Array, hessian: jax.Array
 ) -> jax.Array:

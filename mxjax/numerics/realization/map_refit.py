@@ -23,6 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 
@@ -43,7 +44,7 @@ class Refit(NamedTuple):
   cross: jax.Array
 
 
-@jax.jit
+@compilation.jit()
 def own_moments(hessian: jax.Array) -> jax.Array:
   """Returns the diagonal blocks of a Hessian `[d, d]`, as `[blocks, 32, 32]`."""
   size = mxfp4.BLOCK_SIZE
@@ -51,7 +52,7 @@ def own_moments(hessian: jax.Array) -> jax.Array:
   return jnp.einsum("bibj->bij", hessian.reshape(blocks, size, blocks, size))
 
 
-@jax.jit
+@compilation.jit()
 def damped_inverses(moments: jax.Array) -> jax.Array:
   """Inverts moments `[blocks, 32, 32]` with damping; a zero moment gives I."""
   size = moments.shape[-1]
@@ -61,7 +62,7 @@ def damped_inverses(moments: jax.Array) -> jax.Array:
   return jnp.linalg.inv(moments + shift * identity)
 
 
-@jax.jit
+@compilation.jit()
 def refit(
   weight: jax.Array,
   decoded: jax.Array,
@@ -102,7 +103,7 @@ def refit(
   return Refit(correction, cross)
 
 
-@jax.jit
+@compilation.jit()
 def effective(decoded: jax.Array, correction: jax.Array) -> jax.Array:
   """Computes the weights `A' W^` that inputs see before A, `[blocks, 32, rows]`."""
   return jnp.einsum("bij,bim->bjm", correction, decoded, precision=HIGHEST)

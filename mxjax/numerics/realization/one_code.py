@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.numerics import exported, implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import refinement
@@ -44,7 +45,7 @@ class Refined(NamedTuple):
   nearest_objective: jax.Array
 
 
-@jax.jit
+@compilation.jit()
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block, `[blocks, 32, 32]`.
 
@@ -141,7 +142,7 @@ def best_change(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
   return score, is_best & (score < 0)[..., None, :]
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def refine(
   x: jax.Array,
   gram: jax.Array,

@@ -18,12 +18,12 @@ Inside a group rows are rounded as if they were alone. Not in the paper; YAQA (a
 2505.22988) rounds by the same objective.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import row_rounding
@@ -45,7 +45,7 @@ def group_size(rows: int) -> int:
   return math.gcd(rows, 1 << (most.bit_length() - 1))
 
 
-@jax.jit
+@compilation.jit()
 def coupling(upper: jax.Array) -> jax.Array:
   """Computes what an error in one row takes off the targets of later groups.
 
@@ -92,9 +92,7 @@ def round_rows(
   return result
 
 
-@functools.partial(
-  jax.jit, static_argnames=("rules", "scales", "passes", "implementation")
-)
+@compilation.jit(static_argnames=("rules", "scales", "passes", "implementation"))
 def reconstruct(
   weight: jax.Array,
   upper: jax.Array,
@@ -140,7 +138,7 @@ def reconstruct(
   return gptq.Reconstruction(*map(join, results))
 
 
-@jax.jit
+@compilation.jit()
 def loss(
   weight: jax.Array, decoded: jax.Array, hessian: jax.Array, moment: jax.Array
 ) -> jax.Array:

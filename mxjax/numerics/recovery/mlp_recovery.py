@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import precision
 from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.exported import register_dataclass
@@ -72,7 +73,7 @@ class CellMoments:
   error_square: jax.Array
 
 
-@jax.jit
+@compilation.jit()
 def column_weights(down_weight: jax.Array) -> jax.Array:
   r"""Computes coordinate weights omega from the float down projection `[out, hidden]`.
 
@@ -92,7 +93,7 @@ def gate_moments(gate: jax.Array) -> GateMoments:
   return GateMoments(jnp.asarray(g.size, jnp.float64), g.sum(), (g * g).sum())
 
 
-@jax.jit
+@compilation.jit()
 def gate_deviation(sums: GateMoments) -> jax.Array:
   r"""Returns the regularized standard deviation sigma_g of the gate, float64 scalar.
 
@@ -161,7 +162,7 @@ def normal_equations(
   return gram / sums.count[:, None, None], target / sums.count[:, None]
 
 
-@jax.jit
+@compilation.jit()
 def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
   r"""Solves the weighted ridge regression of every cell.
 
@@ -184,7 +185,7 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
   return jnp.linalg.solve(system, target[..., None])[..., 0]
 
 
-@jax.jit
+@compilation.jit()
 def aggregate(cell_estimates: jax.Array) -> jax.Array:
   r"""Combines the cell estimates theta_c by robust shrinkage and bounds the result.
 
@@ -204,7 +205,7 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
   return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))
 
 
-@jax.jit
+@compilation.jit()
 def linearized_errors(
   sums: CellMoments, deviation: jax.Array, theta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import precision
 from mxjax.numerics.exported import register_dataclass
 
@@ -63,7 +64,7 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
   )
 
 
-@jax.jit
+@compilation.jit()
 def solve(sums: ValueMoments) -> ValueRecovery:
   r"""Fits the scale and offset of each head by least squares, in float64.
 
@@ -83,7 +84,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   return ValueRecovery(scale, jnp.where(is_constant, 0.0, offset))
 
 
-@jax.jit
+@compilation.jit()
 def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
   """Computes the relative squared error of values before and after a correction.
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4, precision, projections
 from mxjax.numerics.block_batches import map_block_batches, map_listed_blocks
 from mxjax.numerics.realization import gptq, one_code
@@ -55,7 +56,7 @@ def subgroup_tiles(matrix: jax.Array) -> jax.Array:
   return jnp.einsum("bgigj->bgij", tiles)
 
 
-@jax.jit
+@compilation.jit()
 def subgroup_moments(blocks: jax.Array) -> jax.Array:
   """Sums x_g x_g^T over columns within subgroups, which suffices for the risks.
 
@@ -71,7 +72,7 @@ def subgroup_moments(blocks: jax.Array) -> jax.Array:
   return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
 
 
-@jax.jit
+@compilation.jit()
 def bilateral_risks(
   activation_moment: jax.Array,
   activation_error: jax.Array,
@@ -89,7 +90,7 @@ def bilateral_risks(
   return activation_risk, traces(activation_moment, weight_error)
 
 
-@functools.partial(jax.jit, static_argnames="median")
+@compilation.jit(static_argnames="median")
 def propose(
   activation_risk: jax.Array,
   weight_risk: jax.Array,
@@ -137,7 +138,7 @@ def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
   return moment * scale[..., :, None] * scale[..., None, :]
 
 
-@jax.jit
+@compilation.jit()
 def trial_factor(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
   """Factors every block of a trial for GPTQ, float32 `[blocks, 32, 32]`.
 
@@ -148,7 +149,7 @@ def trial_factor(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
   return gptq.factor(rescaled_moment(moment, log2_scale).astype(jnp.float32)).upper
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def prepare_trial(
   weight: jax.Array,
   activation_moment: jax.Array,
@@ -177,7 +178,7 @@ def _objective(rules: mxfp4.Rules, *operands: jax.Array) -> jax.Array:
   return objective.astype(jnp.float64).sum(-1)
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def trial_objective(
   blocks: jax.Array,
   transforms: jax.Array,
@@ -205,7 +206,7 @@ def trial_objective(
   return map_block_batches(group, blocks, *by_block).T
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def listed_objective(
   blocks: jax.Array,
   order: jax.Array,

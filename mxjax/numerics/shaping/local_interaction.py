@@ -11,7 +11,6 @@ the antisymmetric part `(Z - Z^T) / sqrt 2`.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4, precision, projections
 from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.shaping import input_maps
@@ -70,7 +70,7 @@ class PairSolution(NamedTuple):
   interaction: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def rotated_error_moment(
   blocks: jax.Array, chart: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
@@ -139,7 +139,7 @@ def _curvature(c: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
   return _off_diagonal(curvature).sum((0, -2, -1)) / entries, curvature.sum(0)
 
 
-@jax.jit
+@compilation.jit()
 def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   r"""Solves for the interaction K of all pairs of coordinates in one pass.
 
@@ -188,7 +188,7 @@ def correction(interaction: jax.Array) -> jax.Array:
   return shifted * jnp.exp(-log_volume / size)[..., None, None]
 
 
-@jax.jit
+@compilation.jit()
 def shaping_transform(chart: jax.Array, interaction: jax.Array) -> jax.Array:
   """Computes T = R_H G P_ref, float64 `[blocks, 32, 32]` (Eq. hires-transform)."""
   precision.require_float64("local_interaction.shaping_transform", chart, interaction)

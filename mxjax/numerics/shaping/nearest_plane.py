@@ -13,12 +13,12 @@ Both operands are then flat and equally large. All steps are float64. Products a
 factorizations are separate functions because of rule 2 of `mxjax.devices.execution`.
 """
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import gptq
@@ -55,7 +55,7 @@ class Plane(NamedTuple):
   inverse: jax.Array
 
 
-@jax.jit
+@compilation.jit()
 def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   """Computes R with R'R = H + damping mean(diag H) I; NaN if that is not definite.
 
@@ -69,7 +69,7 @@ def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   return jnp.linalg.cholesky(hessian + shift * jnp.eye(size)).mT
 
 
-@jax.jit
+@compilation.jit()
 def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
   """Computes the target of a block, compensated for all later blocks.
 
@@ -97,7 +97,7 @@ def _joint_basis(gram: jax.Array, factor: jax.Array, rows: int) -> jax.Array:
   return jax.lax.linalg.triangular_solve(factor, scaled, left_side=True, lower=False).mT
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "basis", "dtype"))
+@compilation.jit(static_argnames=("rows", "basis", "dtype"))
 def plane(
   gram: jax.Array,
   factor: jax.Array,
@@ -124,7 +124,7 @@ def plane(
   return Plane(transform, orthogonal, upper, inverse)
 
 
-@functools.partial(jax.jit, static_argnames="rules", donate_argnames="residual")
+@compilation.jit(static_argnames="rules", donate_argnames="residual")
 def round_block(
   residual: jax.Array,
   value: jax.Array,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.numerics.precision import HIGHEST
 
 CAYLEY_ITERATIONS = 5
@@ -79,7 +80,7 @@ def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
   return factor * np.sign(np.diag(triangle))[None, :], "random orthogonal"
 
 
-@jax.jit
+@compilation.jit()
 def renewed(matrix: jax.Array) -> jax.Array:
   """Returns the orthogonal factor of QR with a positive diagonal; `[..., n, n]`."""
   factor, triangle = jnp.linalg.qr(matrix)
@@ -87,7 +88,7 @@ def renewed(matrix: jax.Array) -> jax.Array:
   return factor * signs[..., None, :]
 
 
-@functools.partial(jax.jit, static_argnames="momentum")
+@compilation.jit(static_argnames="momentum")
 def cayley_step(
   matrix: jax.Array,
   velocity: jax.Array,

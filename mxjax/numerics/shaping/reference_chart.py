@@ -4,12 +4,12 @@ Paper: Eq. hires-reference-chart and Eq. hires-spectral-cap. `geometric_chart` i
 the paper.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.numerics import lapack, precision, projections
 from mxjax.numerics.block_batches import map_block_batches
 
@@ -19,7 +19,7 @@ MAX_CONDITION = 8.0
 """The bound kappa of the spectral cap."""
 
 
-@jax.jit
+@compilation.jit()
 def block_moment(blocks: jax.Array) -> jax.Array:
   """Sums x x^T over columns of each block, float64 `[blocks, 32, 32]`.
 
@@ -69,7 +69,7 @@ def ridge(moment: jax.Array) -> jax.Array:
   )
 
 
-@functools.partial(jax.jit, static_argnames="max_condition")
+@compilation.jit(static_argnames="max_condition")
 def reference_chart(
   activation_moment: jax.Array,
   weight_moment: jax.Array,
@@ -93,7 +93,7 @@ def reference_chart(
   return spectral_cap(-0.5 * jnp.log(eigenvalues), eigenvectors, max_condition)
 
 
-@functools.partial(jax.jit, static_argnames="max_condition")
+@compilation.jit(static_argnames="max_condition")
 def geometric_chart(
   activation_moment: jax.Array,
   weight_moment: jax.Array,

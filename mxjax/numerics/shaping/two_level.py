@@ -5,7 +5,6 @@ the second makes every coordinate of a block use the eight E2M1 magnitudes evenl
 are products of plane rotations found greedily.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.precision import HIGHEST
 
@@ -33,7 +33,7 @@ _EDGES = tuple(
 )
 
 
-@jax.jit
+@compilation.jit()
 def block_covariance(hessian: jax.Array) -> jax.Array:
   """Averages second moments between blocks over positions, float64 `[B, B]`.
 
@@ -55,7 +55,7 @@ def equalizing_angle(
   return 0.5 * jnp.arctan2(second - first, 2.0 * cross)
 
 
-@jax.jit
+@compilation.jit()
 def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Finds a rotation of blocks that gives all of them nearly the same energy.
 
@@ -97,7 +97,7 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
   return rotation, jnp.abs(deviation(matrix)).max() / scale
 
 
-@jax.jit
+@compilation.jit()
 def occupancy(rows: jax.Array) -> jax.Array:
   """Returns the shares of the eight magnitudes in every column, float32 `[32, 8]`.
 
@@ -136,7 +136,7 @@ def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
   return pairs
 
 
-@jax.jit
+@compilation.jit()
 def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Finds the angle in [0, pi/2) at which two columns use magnitudes most evenly.
 
@@ -174,7 +174,7 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   return best.astype(jnp.float32) * (quarter / ANGLES), losses[best]
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@compilation.jit(static_argnames="rules")
 def _scaled(rows: jax.Array, rotation: jax.Array, rules: mxfp4.Rules) -> jax.Array:
   """Returns rotated rows in units of their own block scale, float32 `[32, n]`."""
   turned = jnp.einsum("kj,kn->jn", rotation, rows, precision=HIGHEST)
@@ -182,7 +182,7 @@ def _scaled(rows: jax.Array, rotation: jax.Array, rules: mxfp4.Rules) -> jax.Arr
   return turned / mxfp4.scale_of(exponent)[None, :]
 
 
-_best_angles = jax.jit(jax.vmap(best_angle))
+_best_angles = compilation.jit()(jax.vmap(best_angle))
 
 
 def even_out(

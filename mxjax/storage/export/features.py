@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mxjax import compilation
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -100,7 +101,7 @@ def refuse(
   )
 
 
-@jax.jit
+@compilation.jit()
 def _effective(weight: mxfp4.MXTensor, input_map: InputMap | None) -> jax.Array:
   """Computes decode(W) T, float64: the matrix that multiplies native inputs."""
   decoded = mxfp4.decode(weight, jnp.float32).astype(jnp.float64)

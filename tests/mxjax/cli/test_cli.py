@@ -4,14 +4,18 @@ import importlib.util
 import io
 import json
 import shutil
+import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mxjax import models
 from mxjax.audit import plan
+from mxjax.cli import main as cli
 from mxjax.cli.main import main
-from mxjax.devices import execution
+from mxjax.devices import kept_programs
 from mxjax.evaluation import estimates
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
@@ -300,8 +304,22 @@ def test_token_ids_out_of_range_are_named(folder, tmp_path, refused):
 
 def test_compiled_programs_are_kept_where_a_command_says(tmp_path, monkeypatch):
   kept = []
-  monkeypatch.setattr(execution, "keep_compiled", kept.append)
+  here = lambda name: lambda *where: kept.append((name, *where))
+  for name in ("keep_compiled", "keep_compiled_on_gpu", "keep_none"):
+    monkeypatch.setattr(kept_programs, name, here(name))
   generate = ["generate", str(tmp_path / "none"), "--prompt", "a"]
   main([*generate, "--compiled", "here"])
+  main([*generate, "--no-compiled"])
   main(generate)
-  assert kept == ["here"]
+  assert kept == [("keep_compiled", "here"), ("keep_none",), ("keep_compiled_on_gpu",)]
+
+
+def test_a_program_that_compiles_for_long_is_named(monkeypatch, capsys):
+  def slow(options):
+    jax.jit(lambda x: x @ x - 5).lower(jnp.ones((3, 3)))
+    time.sleep(0.5)
+
+  monkeypatch.setattr(cli, "COMPILING", 0.05)
+  monkeypatch.setattr("mxjax.cli.plan.run", slow)
+  assert cli.main(["plan", "somewhere"]) == 0
+  assert "XLA has been compiling <lambda> for 0.05 s" in capsys.readouterr().err

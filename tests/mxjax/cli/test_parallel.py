@@ -16,11 +16,11 @@ PROGRAM = """
 import sys, numpy as np, mxjax
 from mxjax import models
 from mxjax.calibration.calibration import Calibration
-from mxjax.devices import execution
+from mxjax.devices import kept_programs
 from mxjax.run.quantize import run
 
 model_folder, caches, out, method = sys.argv[1:]
-execution.keep_compiled(caches + "/compiled")
+kept_programs.keep_compiled(caches + "/compiled")
 model, params = models.from_pretrained(model_folder)
 calib = Calibration(model, np.load(model_folder + "/ids.npy"))
 run(

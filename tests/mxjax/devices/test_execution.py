@@ -56,34 +56,6 @@ def test_freed_memory_goes_back_before_a_large_array_only():
   assert done.stdout.split() == ["False", "False", "False", "True", "True"]
 
 
-COMPILED = """
-import sys
-import jax, jax.numpy as jnp
-from jax import monitoring
-from mxjax.devices import execution
-found = []
-monitoring.register_event_listener(lambda name, **_: found.append(name))
-execution.keep_compiled(sys.argv[1])
-x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
-print(float(jax.jit(lambda x: (jnp.exp(x) @ x.T).sum())(x)))
-print(any(name.endswith("cache_hits") for name in found))
-print(any(name.endswith("cache_misses") for name in found))
-"""
-
-
-def test_a_second_process_finds_what_the_first_compiled(tmp_path):
-  folder = tmp_path / "made" / "here"
-
-  def told():
-    words = [sys.executable, "-c", COMPILED, str(folder)]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
-
-  first, second = told().split(), told().split()
-  assert first[0] == second[0]
-  assert first[1:] == ["False", "True"]
-  assert second[1:] == ["True", "False"]
-
-
 THREADS = """
 import jax, jax.numpy as jnp, threadpoolctl
 from mxjax.devices import execution
