@@ -250,7 +250,7 @@ def check_decode(rng, how, size):
 def check_float8_product(rng, how, size):
   """Against exact products: how far float8 sums are from float32's bound.
 
-  Two rows have a block outside of float8's range: they must be mended, and no other.
+  Two rows have a block outside of float8's range and are shifted into it.
   On Hopper, Mosaic multiplies by the 256 outputs and the library by the 130.
   """
   if why_not := without_float8(how):
@@ -274,16 +274,15 @@ def check_float8_product(rng, how, size):
     want, sums = exact[0] @ exact[1].T, np.abs(exact[0]) @ np.abs(exact[1]).T
     error = np.abs(np.asarray(got, np.float64) - want)
     relative = np.linalg.norm(error, axis=1) / np.linalg.norm(want, axis=1)
-    # 14 bits kept in every sum would show 1e-4; a wrong scale or operand shows 1. Rows
-    # that are mended have float32 sums, as in `check_matmul`.
+    # 14 bits kept in every sum would show 1e-4; a wrong scale or operand shows 1.
     bounds = error / (width * 2.0**-24 * sums)
     results[f"{rows} rows, {outputs} outputs"] = {
       "by": choice.product(rows, outputs, width, has_float8=True).name,
       "weight_fits": bool(fits),
       "relative": float(relative.max()),
-      "relative_of_mended_rows": float(relative[outside].max()),
+      "relative_of_shifted_rows": float(relative[outside].max()),
       "in_bounds": float(bounds.max()),
-      "passed": bool(fits and relative.max() < 1e-3 and bounds[outside].max() <= 1),
+      "passed": bool(fits and relative.max() < 1e-3),
     }
   return {**results, "passed": all(each["passed"] for each in results.values())}
 

@@ -266,7 +266,7 @@ def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
       f"in {options.linears}",
       mend="leave the option out",
     )
-  return reused.reuse(program, checkpoint.load(folder)[1])
+  return reused.reuse(program, checkpoint.load(folder, products=None)[1])
 
 
 def save_checkpoint(

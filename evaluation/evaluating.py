@@ -14,6 +14,7 @@ from mxjax.errors import ValueRefusal
 from mxjax.evaluation import names, results, subjects
 from mxjax.evaluation.provenance import made_by
 from mxjax.evaluation.tasks import seven_tasks
+from mxjax.layers import inference_packing
 from mxjax.storage import atomic_io, checkpoint
 
 SHAPE = (
@@ -41,6 +42,12 @@ class Packing:
 
   names: tuple[str, ...] = ()
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def found_in(self, params: Mapping[str, Any]) -> list[str]:
+    """Lists the names, and float8 products that a GPU's default brought about."""
+    name = inference_packing.FLOAT8_PRODUCTS
+    has = inference_packing.has_float8_products(params)
+    return [*self.names, *([name] if has and name not in self.names else [])]
 
 
 AS_IT_IS = Packing()
@@ -78,7 +85,7 @@ def evaluate_perplexity(
   subject = evaluation.subject(model, params, tokenizer, mesh)
   return {
     "checkpoint": source or names.DEFAULT_MODEL,
-    "storage": list(packing.names),
+    "storage": packing.found_in(quantized),
     **subject.measure(quantized, on_window=on_window),
     "attention": subject.attention,
     "made_by": made_by(command),
@@ -189,9 +196,10 @@ def evaluate_tasks(
   facts = _facts(source)
   if name:
     facts["model"] = name
+  if stored := packing.found_in(params):
+    facts["storage"] = stored
   if packing.names:
     # Packed storage changes the model, so its results get a name of their own.
-    facts["storage"] = list(packing.names)
     facts["method"] += f" [{','.join(packing.names)}]"
   result = results.to_json(
     tasks=measured,

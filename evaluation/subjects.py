@@ -301,15 +301,17 @@ def restore(
 
   `source` is the build's folder, the checkpoint in it, or what `models.from_pretrained`
   takes; `mesh` is where to place a checkpoint's params, and `storage` the arguments of
-  `pack_for_inference` (none: nothing is packed). `dtype` is the compute dtype of a
-  float model; without it, `models.default_dtype` decides.
+  `pack_for_inference` (none: a checkpoint's linears are multiplied as `checkpoint.load`
+  does by default). `dtype` is the compute dtype of a float model; without it,
+  `models.default_dtype` decides.
 
   Raises:
     ValueError: A checkpoint computes in another dtype.
   """
   if is_checkpoint(source):
     folder = checkpoint_folder(str(source))
-    model, params = checkpoint.load(folder, mesh=mesh)
+    products = None if storage else "fastest"
+    model, params = checkpoint.load(folder, mesh=mesh, products=products)
     if dtype not in (None, model.config.dtype):
       raise ValueRefusal(
         folder,

@@ -24,14 +24,6 @@ SIZES = {
 _FLAGS = "tie_embeddings attention_bias qkv_bias mlp_bias is_post_norm".split()
 
 
-def _is_id(value: Any) -> bool:
-  return type(value) is int and 0 <= value < 2**31
-
-
-def _is_positive(value: Any) -> bool:
-  return type(value) in (int, float) and 0 < value < math.inf
-
-
 def size_fault(name: str, value: Any) -> tuple[str, str] | None:
   """Says what is expected and what came if `value`, from a file, is no size at all."""
   if type(value) is int and 1 <= value <= SIZES[name]:
@@ -128,13 +120,13 @@ class ModelConfig:
     scaling = dataclasses.asdict(self.rope_scaling) if self.rope_scaling else {}
     for name in ("norm_eps", "rope_theta", *scaling):
       value = scaling[name] if name in scaling else getattr(self, name)
-      if not _is_positive(value):
+      if type(value) not in (int, float) or not 0 < value < math.inf:
         yield f"a positive {name}", repr(value)
     for name in _FLAGS:
       if type(value := getattr(self, name)) is not bool:
         yield f"{name} true or false", repr(value)
     for value in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
-      if not _is_id(value):
+      if type(value) is not int or not 0 <= value < 2**31:
         yield "token ids for bos_id and eos_ids", repr(value)
     heads, groups, norms = self.num_heads, self.num_kv_heads, (None, *QK_NORMS)
     if heads % groups:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.models import softmax_attention
 from mxjax.models.config import RopeScaling
 from mxjax.numerics import implementations
@@ -254,7 +255,7 @@ def cached_attention(
   keys: jax.Array,
   values: jax.Array,
   past: KeysAndValues,
-  start: jax.Array,
+  start: jax.Array | int,
   *,
   window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
@@ -268,7 +269,8 @@ def cached_attention(
     values: Values of the same tokens, same shape as `keys`.
     past: The cache, with room for the new tokens. What is from `start` on must be
       finite, and has no influence.
-    start: Position of the first query, int32.
+    start: Position of the first query, int32; or the int 0 of an empty cache, where
+      the outputs are those of `causal_attention`, bit for bit.
     window: Newest keys that a query attends to, itself included; None for all.
     query_chunk: Queries per chunk; does not affect the result.
     implementation: See `implementations.choose`; there is a kernel for a few new tokens
@@ -282,6 +284,20 @@ def cached_attention(
     NotImplementedError: A kernel was requested and cannot run.
   """
   keys, values = (a.astype(past[0].dtype) for a in (keys, values))
+  put = jax.lax.dynamic_update_slice
+  if isinstance(start, int):
+    if start:
+      raise ValueRefusal(
+        "cached_attention",
+        expected="the int 0 of an empty cache, or an int32 array",
+        got=start,
+      )
+    outputs = causal_attention(
+      *(queries, keys, values),
+      **dict(window=window, query_chunk=query_chunk, implementation=implementation),
+    )
+    filled = put(past[0], keys, (0, 0, 0, 0)), put(past[1], values, (0, 0, 0, 0))
+    return outputs, filled
   obstacle = attention.obstacle(queries, keys, values, past)
   # Many tokens, such as a prompt, take the kernel of whole sequences.
   many = obstacle is not None and prefill.obstacle(queries, *past) is None
@@ -293,7 +309,6 @@ def cached_attention(
   # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
   zero = jnp.zeros((), jnp.uint32)
   place = zero, start.astype(jnp.uint32), zero, zero
-  put = jax.lax.dynamic_update_slice
   filled = put(past[0], keys, place), put(past[1], values, place)
   if lowered != "xla":
     return prefill.launch(queries, *filled, start, **how), filled

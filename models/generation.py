@@ -1,9 +1,18 @@
-"""Token generation, without a cache (the evaluation contract) or with one."""
+"""Token generation, with a key-value cache or without one (the evaluation contract).
+
+`generate` does all of it. Its parts are public for those who time or steer them:
+`prefill` goes from token ids to the first token, `decode` on from there.
+
+On a GPU each of them is one compiled program, because launching layers from Python
+takes longer than running them. No program depends on the length of a prompt or on how
+many tokens are wanted: prompts are padded to buckets (`bucket_of`), caches have
+capacities in powers of two, and several steps are one program.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +21,111 @@ import numpy as np
 from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
+from mxjax.numerics import implementations
 
 TOKENS_AT_ONCE = 16
 """Tokens per row that one program generates on a GPU; then it asks whether to stop."""
-CACHE_STEP = 256
-"""Positions by which caches of such programs grow: close lengths compile once."""
+SMALLEST_BUCKET = 32
+"""Length to which the shortest prompts are padded."""
+OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Compiler options of whole programs. XLA:GPU would copy the weights of q, k and v into
+one matrix in every call, to multiply them at once."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """How tokens are chosen from logits, and which of them end a row.
+
+  Attributes:
+    key: Random key of the samples; None takes the most likely token, and then
+      `temperature`, `top_k` and `top_p` are not read.
+    temperature: Positive; logits are divided by it.
+    top_p: See `sample`.
+    ends: Ids that end a row, int32 `[E]`; what follows in it is the first of them.
+    top_k: See `sample` (static: part of the program).
+  """
+
+  key: jax.Array | None = None
+  temperature: float = 1.0
+  top_p: float | None = None
+  ends: np.ndarray | None = None
+  top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+  def tokens(self, logits: jax.Array, position: int | jax.Array) -> jax.Array:
+    """Chooses the tokens of a position, int32 `[B]`, from float32 logits `[B, V]`.
+
+    Samples depend on the key and the position.
+    """
+    if self.key is None:
+      return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    step = jax.random.fold_in(self.key, position)
+    how = {"top_k": self.top_k, "top_p": self.top_p}
+    return sample(step, logits, self.temperature, **how)
+
+  def is_end(self, tokens: jax.Array) -> jax.Array:
+    """Returns which tokens end their row, bool of the same shape."""
+    if self.ends is None:
+      return jnp.zeros(tokens.shape, bool)
+    return jnp.isin(tokens, self.ends)
+
+
+GREEDY = Choice()
+"""The most likely token; no token ends a row."""
+
+
+def choice_of(
+  temperature: float = 0.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  key: jax.Array | None = None,
+  ends: np.ndarray | None = None,
+) -> Choice:
+  """Returns the choice that the arguments of `generate` describe.
+
+  All greedy choices are alike, so that they share programs.
+  """
+  if temperature == 0:
+    return Choice(ends=ends)
+  return Choice(key, temperature, top_p, ends, top_k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """Key-value cache of all layers (`CausalLM.empty_cache`); int32 length in tokens."""
+
+  layers: tuple[dict[str, Any], ...]
+  length: jax.Array
+
+  @property
+  def capacity(self) -> int:
+    """Tokens for which there is room."""
+    return jax.tree.leaves(self.layers)[0].shape[1]
+
+
+def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
+  """Allocates a zeroed cache for up to `positions` tokens, in the compute dtype."""
+  layers = range(model.num_layers)
+  empty = tuple(model.empty_cache(batch, positions) for _ in layers)
+  return Cache(empty, jnp.zeros((), jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+  """Sequences between two tokens.
+
+  Attributes:
+    cache: Of all tokens but the newest; `decode` donates it.
+    newest: The newest token of every sequence, int32 `[B]`.
+    is_done: Which sequences have ended, bool `[B]`.
+    length: Tokens in the cache, known without asking the device.
+  """
+
+  cache: Cache
+  newest: jax.Array
+  is_done: jax.Array
+  length: int
 
 
 def generate(
@@ -30,16 +139,17 @@ def generate(
   top_p: float | None = None,
   key: jax.Array | None = None,
   eos_id: int | Collection[int] | None = None,
-  use_cache: bool = False,
+  use_cache: bool = True,
   tokens_at_once: int | None = None,
 ) -> jax.Array:
-  """Continues prompts, by default recomputing the whole prefix for every token.
+  """Continues prompts, by default with a key-value cache.
 
-  Without a cache, the tokens lie in a buffer of the final length, so every step has the
-  same shapes and compiles once. With a cache, the prompt runs once and each step runs
-  one token per row: two compiled shapes, and the same tokens except for ties within
-  rounding. On a GPU several steps are one program, because starting each from Python
-  would take longer than some of its kernels.
+  With a cache, `prefill` runs the prompt and `decode` each token; a prompt of another
+  length in the same bucket, or another `max_new_tokens` in the same capacity, compiles
+  nothing. Without one, every token recomputes the whole prefix, as the contract has it
+  for evaluation: the tokens lie in a buffer of the final length, so all steps of a call
+  compile once. Tokens are the same but where rounding decides: sums have another order,
+  which in a quantized model may also turn a rounding of an activation.
 
   Args:
     model: The model that scores the tokens.
@@ -51,7 +161,7 @@ def generate(
     top_p: Sample only among the fewest tokens whose total probability reaches this.
     key: Random key, required when `temperature` is positive.
     eos_id: Token, or tokens such as `model.config.eos_ids`, that end a row; the rest
-      of it is the first of them. None ends no row.
+      of it is the first of them. None ends no row. Nothing runs once all have ended.
     use_cache: Whether to keep the keys and values of past tokens in memory.
     tokens_at_once: With a cache, tokens per row that one program generates; the tokens
       do not depend on it. None takes `TOKENS_AT_ONCE` on a GPU, and elsewhere runs
@@ -61,167 +171,322 @@ def generate(
     Prompts and continuations, int32 `[B, T + max_new_tokens]`.
 
   Raises:
-    ValueError: An argument is out of range, or the length exceeds the model's.
+    ValueError: An argument is out of range, the length exceeds the model's, or the
+      model has no cache.
   """
   check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
-  batch, start = tokens.shape
   ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
   if tokens_at_once is not None and tokens_at_once < 1:
     raise ValueRefusal("generate", expected="tokens_at_once >= 1", got=tokens_at_once)
-  ends = _ends(eos_id, model.config.vocab_size)
-  if tokens_at_once is None:
-    tokens_at_once = TOKENS_AT_ONCE if jax.default_backend() == "gpu" else 1
-  if use_cache and tokens_at_once > 1 and max_new_tokens > 1:
-    how = _How(temperature, top_k, top_p, key, ends)
-    return _in_programs(model, params, ids, max_new_tokens, tokens_at_once, how)
-  buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
-  is_done = jnp.zeros(batch, bool)
-  cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
-  seen = 0
-  for position in range(start, start + max_new_tokens):
-    if cache is None:
-      logits = _next_logits(model, params, buffer, position - 1)
-    else:
-      logits, cache = next_logits(model, params, cache, buffer[:, seen:position])
-      seen = position
-    newest = choose(logits, position, temperature, top_k, top_p, key)
-    if ends is not None:
-      newest = jnp.where(is_done, ends[0], newest)
-      is_done |= _is_end(newest, ends)
-      if bool(is_done.all()):
-        buffer = buffer.at[:, position].set(newest)
-        return buffer.at[:, position + 1 :].set(ends[0])
-    buffer = buffer.at[:, position].set(newest)
-  return buffer
+  if use_cache and not hasattr(model, "layer_with_cache"):
+    raise ValueRefusal(
+      "generate",
+      expected="a model with `layer_with_cache`, such as those of mxjax.models",
+      got=type(model).__name__,
+      mend="pass use_cache=False, which recomputes the prefix for every token",
+    )
+  ends = None
+  listed = [*eos_id] if isinstance(eos_id, Collection) else [eos_id]
+  if listed := [one for one in listed if one is not None]:
+    vocabulary = model.config.vocab_size
+    ends = token_ids(listed, "generate: eos_id", vocabulary=vocabulary)
+  choice = choice_of(temperature, top_k, top_p, key, ends)
+  made = _cached if use_cache else _uncached
+  parts = made(model, params, ids, max_new_tokens, tokens_at_once, choice)
+  # Put together by numpy: JAX would compile it for every length.
+  arrays = [np.asarray(part).reshape(len(ids), -1) for part in parts]
+  rows = np.concatenate([ids, *arrays], axis=1)
+  rows = rows[:, : ids.shape[1] + max_new_tokens]
+  if (missing := ids.shape[1] + max_new_tokens - rows.shape[1]) and ends is not None:
+    rows = np.pad(rows, ((0, 0), (0, missing)), constant_values=int(ends[0]))
+  return jax.device_put(rows)
 
 
-def _ends(eos_id: int | Collection[int] | None, vocabulary: int) -> jax.Array | None:
-  """Returns the ids that end a row, int32 `[E]`, or None."""
-  ids = () if eos_id is None else eos_id
-  ids = [*ids] if isinstance(ids, Collection) else [ids]
-  if not ids:
-    return None
-  return jnp.asarray(token_ids(ids, "generate: eos_id", vocabulary=vocabulary))
-
-
-def _is_end(tokens: jax.Array, ends: jax.Array) -> jax.Array:
-  return (tokens[:, None] == ends[None]).any(axis=-1)
-
-
-class _How(NamedTuple):
-  """How `generate` chooses tokens, and where it stops."""
-
-  temperature: float
-  top_k: int | None
-  top_p: float | None
-  key: jax.Array | None
-  ends: jax.Array | None
-
-
-class _Decoding(NamedTuple):
-  """State between two tokens: the newest `[B]` is not in the cache yet."""
-
-  cache: "Cache"
-  newest: jax.Array
-  is_done: jax.Array
-  position: jax.Array
-  """Of the token after the newest, int32."""
-
-
-def _in_programs(
+def _cached(
   model: CausalLM,
   params: Mapping[str, Any],
-  ids: jax.Array,
+  ids: np.ndarray,
   count: int,
-  at_once: int,
-  how: _How,
-) -> jax.Array:
-  """Generates `count` tokens, all but the first by programs of `at_once` each."""
-  batch, start = ids.shape
-  at_once = min(at_once, count - 1)
-  programs = -(-(count - 1) // at_once)
-  # The last program may run too many tokens: another length would compile again.
-  cache = _cache_of(model, batch, start + programs * at_once)
-  logits, cache = next_logits(model, params, cache, ids)
-  newest = choose(logits, start, *how[:4])
-  is_done = jnp.zeros(batch, bool)
-  if how.ends is not None:
-    is_done = _is_end(newest, how.ends)
-  state, made = _Decoding(cache, newest, is_done, jnp.int32(start + 1)), [newest[None]]
-  traced = how._replace(key=None if how.temperature == 0 else how.key, top_k=None)
+  at_once: int | None,
+  choice: Choice,
+) -> list[jax.Array]:
+  """Generates at least `count` tokens, or as many as until all rows have ended.
+
+  The parts are int32, `[B]` or `[B, n]`.
+  """
+  if not count:
+    return []
+  whole = _is_one_program(params) if at_once is None else at_once > 1
+  at_once = at_once or (TOKENS_AT_ONCE if whole else 1)
+  state, _ = prefill(model, params, ids, choice=choice, one_program=whole)
+  parts, steps = [state.newest], count - 1
+  # The last program may run too many steps: another number would compile again.
+  programs = -(-steps // at_once)
+  if programs:
+    state = with_room(state, programs * at_once)
   for _ in range(programs):
-    if how.ends is not None and bool(state.is_done.all()):
-      made.append(jnp.full((count, batch), how.ends[0], jnp.int32))
+    if choice.ends is not None and np.asarray(state.is_done).all():
       break
-    state, tokens = _run_tokens(model, params, state, traced, at_once, how.top_k)
-    made.append(tokens)
-  return jnp.concatenate([ids, jnp.concatenate(made)[:count].T], axis=1)
+    state, tokens = decode(
+      *(model, params, state),
+      **dict(steps=at_once, choice=choice, one_program=whole, may_overrun=True),
+    )
+    parts.append(tokens)
+  return parts
 
 
-def _cache_of(model: CausalLM, batch: int, positions: int) -> "Cache":
-  return empty_cache(model, batch, -(-positions // CACHE_STEP) * CACHE_STEP)
+def _uncached(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  ids: np.ndarray,
+  count: int,
+  at_once: int | None,
+  choice: Choice,
+) -> list[jax.Array]:
+  """Generates like `_cached`, recomputing the whole prefix for every token."""
+  del at_once
+  (batch, start), parts = ids.shape, []
+  buffer, is_done = jnp.pad(ids, ((0, 0), (0, count))), jnp.zeros(batch, bool)
+  for position in range(start, start + count):
+    hidden = model.embed(params, buffer)
+    for index in range(model.num_layers):
+      hidden = _run_layer(model, params[model.layer_name(index)], hidden)
+    outside, places = _outside_layers(model, params), np.int32([position - 1, position])
+    _, newest, is_done = _run_head(model, outside, hidden, *places, is_done, choice)
+    buffer = buffer.at[:, position].set(newest)
+    parts.append(newest)
+    if choice.ends is not None and np.asarray(is_done).all():
+      break
+  return parts
+
+
+def bucket_of(length: int) -> int:
+  """Returns the length to which a prompt is padded.
+
+  Buckets are the powers of two and the numbers halfway between them, from
+  `SMALLEST_BUCKET` on: a prompt is padded by less than half, and prompts of up to 2,048
+  tokens need at most 13 programs.
+  """
+  top = capacity_of(length)
+  return max(SMALLEST_BUCKET, top * 3 // 4 if length <= top * 3 // 4 else top)
+
+
+def capacity_of(positions: int) -> int:
+  """Returns the capacity of a cache for so many tokens: a power of two."""
+  return max(SMALLEST_BUCKET, 1 << (positions - 1).bit_length())
+
+
+def _is_one_program(params: Mapping[str, Any], asked: bool | None = None) -> bool:
+  """Decides whether whole models are compiled, not layers.
+
+  A model of 30 layers takes two cores of a CPU 10 s to compile as a whole and 5 s as
+  one layer, which saves less than that. Params on disk are read a layer at a time.
+  """
+  if asked is not None:
+    return asked
+  return implementations.target_platform() == "gpu" and isinstance(params, dict)
+
+
+def prefill(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  tokens: jax.Array | np.ndarray,
+  *,
+  choice: Choice = GREEDY,
+  one_program: bool | None = None,
+) -> tuple[Decoding, jax.Array]:
+  """Runs prompts and chooses the first token after them.
+
+  Prompts are padded on the right with the id 0 to `bucket_of` their length. No token
+  sees a later one, so the padding changes no score, up to the order of sums where a
+  product of more rows has another; what it leaves in the cache is hidden by the length,
+  and the next tokens overwrite it. All prompts of a batch size and a bucket share one
+  program, which makes the cache, with a capacity of `capacity_of` the bucket.
+
+  Args:
+    model: The model that scores the tokens.
+    params: Its params, float or quantized.
+    tokens: Prompts of equal length, int32 `[B, T]`, T at least 1.
+    choice: How the token is chosen.
+    one_program: Whether everything from ids to the token is one compiled call. None is
+      True on a GPU with params in memory, and elsewhere one program a layer.
+
+  Returns:
+    What `decode` goes on from, and the logits of the first token, float32 `[B, V]`.
+
+  Raises:
+    ValueError: The prompts are empty, too long for the model or outside its vocabulary.
+  """
+  check_arguments(model, tokens, 0, 0.0, None, None, None)
+  ids = token_ids(tokens, "prefill", vocabulary=model.config.vocab_size)
+  length = ids.shape[1]
+  padded = np.pad(ids, ((0, 0), (0, bucket_of(length) - length)))
+  whole = _is_one_program(params, one_program)
+  run = _prefill_in_one_program if whole else _prefill_by_layers
+  cache, logits, newest, is_done = run(model, params, padded, np.int32(length), choice)
+  return Decoding(cache, newest, is_done, length), logits
+
+
+def _prefill_by_layers(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  padded: jax.Array | np.ndarray,
+  length: jax.Array | np.ndarray,
+  choice: Choice,
+) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+  """Returns the cache, logits, the newest tokens and which of them are ends."""
+  hidden, layers = model.embed(params, jnp.asarray(padded)), []
+  for index in range(model.num_layers):
+    # Inside a jitted function, equal layers are traced and lowered once.
+    layer = params[model.layer_name(index)]
+    hidden, filled = _run_first_layer(model, layer, hidden)
+    layers.append(filled)
+  outside = _outside_layers(model, params)
+  chosen = _run_head(model, outside, hidden, length - 1, length, None, choice)
+  return Cache(tuple(layers), jnp.asarray(length)), *chosen
+
+
+_prefill_in_one_program = jax.jit(
+  _prefill_by_layers, static_argnames="model", compiler_options=OPTIONS
+)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _run_first_layer(
+  model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
+  """Runs a layer on prompts, and returns its cache too."""
+  batch, bucket = hidden.shape[:2]
+  empty = model.empty_cache(batch, capacity_of(bucket))
+  return model.layer_with_cache(layer_params, empty, hidden, 0)
+
+
+def with_room(state: Decoding, steps: int) -> Decoding:
+  """Returns sequences whose cache has room for so many more tokens.
+
+  A cache that has none is copied into one whose capacity is the next sufficient power
+  of two; both exist for a moment.
+  """
+  cache = state.cache
+  if (needed := state.length + steps) <= cache.capacity:
+    return state
+  layers = _grown(cache.layers, capacity_of(needed))
+  return dataclasses.replace(state, cache=Cache(layers, cache.length))
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _grown(layers: tuple[dict[str, Any], ...], capacity: int) -> Any:
+  def grow(a: jax.Array) -> jax.Array:
+    return jnp.pad(a, [(0, 0), (0, capacity - a.shape[1])] + [(0, 0)] * (a.ndim - 2))
+
+  return jax.tree.map(grow, layers)
+
+
+def decode(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  state: Decoding,
+  *,
+  steps: int = TOKENS_AT_ONCE,
+  choice: Choice = GREEDY,
+  one_program: bool | None = None,
+  may_overrun: bool = False,
+) -> tuple[Decoding, jax.Array]:
+  """Generates the next tokens of every sequence.
+
+  There is one program for each batch size, capacity and number of steps; where the
+  cache of `state` has no room, `with_room` makes it. All steps run, even after all
+  sequences have ended: `state.is_done` says when to stop.
+
+  Args:
+    model: The model that scores the tokens.
+    params: Its params, float or quantized.
+    state: What `prefill` or `decode` returned; its cache is donated.
+    steps: Tokens of every sequence, at least 1.
+    choice: How tokens are chosen; that of `prefill`.
+    one_program: Whether all steps are one compiled call; see `prefill`.
+    may_overrun: Whether steps may lie beyond the positions of the model, because the
+      caller drops their tokens.
+
+  Returns:
+    What the next call goes on from, and the tokens, int32 `[B, steps]`.
+
+  Raises:
+    ValueError: The sequences would exceed the positions of the model.
+  """
+  length, limit = state.length + 1 + steps, model.config.max_positions
+  for is_present, expected, got in (
+    (steps < 1, "steps >= 1", steps),
+    (length > limit and not may_overrun, f"at most {limit} positions", length),
+  ):
+    if is_present:
+      raise ValueRefusal("decode", expected=expected, got=got)
+  cache = with_room(state, steps).cache
+  whole = _is_one_program(params, one_program)
+  run = _decode_in_one_program if whole else _decode_by_layers
+  made = run(model, params, cache, state.newest, state.is_done, choice, steps)
+  return Decoding(*made[:3], state.length + steps), made[3]
+
+
+def _step(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  cache: Cache,
+  newest: jax.Array,
+  is_done: jax.Array,
+  choice: Choice,
+) -> tuple[Cache, jax.Array, jax.Array]:
+  """Generates one token of every sequence."""
+  hidden, cache = _run_cached_layers(model, params, cache, newest[:, None])
+  outside, last = _outside_layers(model, params), np.int32(0)
+  head = _run_head(model, outside, hidden, last, cache.length, is_done, choice)
+  return cache, *head[1:]
+
+
+def _decode_by_layers(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  cache: Cache,
+  newest: jax.Array,
+  is_done: jax.Array,
+  choice: Choice,
+  steps: int,
+) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+  parts = []
+  for _ in range(steps):
+    cache, newest, is_done = _step(model, params, cache, newest, is_done, choice)
+    parts.append(newest)
+  return cache, newest, is_done, jnp.stack(parts, axis=1)
 
 
 @functools.partial(
-  jax.jit, static_argnames=("model", "count", "top_k"), donate_argnames="state"
+  jax.jit,
+  static_argnames=("model", "steps"),
+  donate_argnames="cache",
+  compiler_options=OPTIONS,
 )
-def _run_tokens(
+def _decode_in_one_program(
   model: CausalLM,
   params: Mapping[str, Any],
-  state: _Decoding,
-  how: _How,
-  count: int,
-  top_k: int | None,
-) -> tuple[_Decoding, jax.Array]:
-  """Generates the next tokens of every sequence, int32 `[count, B]`, in one program.
+  cache: Cache,
+  newest: jax.Array,
+  is_done: jax.Array,
+  choice: Choice,
+  steps: int,
+) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+  """Runs the steps as a loop on the device.
 
   Layers stay arrays of their own: a scan over stacked layers would copy each layer's
-  weights out of the stack before its kernels.
+  weights out of the stack before its kernels. The number of steps is known, because
+  a loop that asked whether to go on would send each answer to the host.
   """
 
-  def step(state: _Decoding, _: None) -> tuple[_Decoding, jax.Array]:
-    tokens = state.newest[:, None]
-    hidden, cache = _run_cached_layers(model, params, state.cache, tokens)
-    logits = model.logits(params, hidden)[:, -1]
-    newest = _choose(logits, state.position, how.temperature, top_k, *how[2:4])
-    is_done = state.is_done
-    if how.ends is not None:
-      newest = jnp.where(is_done, how.ends[0], newest)
-      is_done |= _is_end(newest, how.ends)
-    return _Decoding(cache, newest, is_done, state.position + 1), newest
+  def step(state: Any, _: None) -> tuple[Any, jax.Array]:
+    state = _step(model, params, *state, choice)
+    return state, state[1]
 
-  return jax.lax.scan(step, state, None, length=count)
-
-
-def choose(
-  logits: jax.Array,
-  position: int,
-  temperature: float,
-  top_k: int | None,
-  top_p: float | None,
-  key: jax.Array | None,
-) -> jax.Array:
-  """Chooses the tokens of a position, int32 `[B]`, from float32 logits `[B, V]`.
-
-  The arguments are those of `generate`. Samples depend on the key and the position.
-  """
-  key = None if temperature == 0 else key
-  return _choose(logits, position, temperature, top_k, top_p, key)
-
-
-def _choose(
-  logits: jax.Array,
-  position: Any,
-  temperature: Any,
-  top_k: int | None,
-  top_p: Any,
-  key: jax.Array | None,
-) -> jax.Array:
-  """Chooses like `choose`, with all but `top_k` traced or not; no key is greedy."""
-  if key is None:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  step = jax.random.fold_in(key, position)
-  return sample(step, logits, temperature, top_k=top_k, top_p=top_p)
+  state, tokens = jax.lax.scan(step, (cache, newest, is_done), None, length=steps)
+  return *state, tokens.T
 
 
 def sample(
@@ -243,17 +508,13 @@ def sample(
     smallest = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))[0][:, -1:]
     scores = jnp.where(scores < smallest, -jnp.inf, scores)
   if top_p is not None:
-    scores = _mask_outside_nucleus(scores, top_p)
+    ordered = jnp.sort(scores, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    # A token stays while the ones before it fall short, so the first always stays.
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    smallest = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+    scores = jnp.where(scores < smallest, -jnp.inf, scores)
   return jax.random.categorical(key, scores, axis=-1).astype(jnp.int32)
-
-
-def _mask_outside_nucleus(scores: jax.Array, top_p: Any) -> jax.Array:
-  ordered = jnp.sort(scores, axis=-1, descending=True)
-  probabilities = jax.nn.softmax(ordered, axis=-1)
-  # A token stays while the ones before it fall short, so the first always stays.
-  before = jnp.cumsum(probabilities, axis=-1) - probabilities
-  smallest = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
-  return jnp.where(scores < smallest, -jnp.inf, scores)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -265,19 +526,26 @@ def _run_layer(
 
 @functools.partial(jax.jit, static_argnames="model")
 def _run_head(
-  model: CausalLM, params: Mapping[str, Any], hidden: jax.Array, position: jax.Array
-) -> jax.Array:
-  row = jax.lax.dynamic_slice_in_dim(hidden, position, 1, axis=1)
-  return model.logits(params, row)[:, 0]
+  model: CausalLM,
+  params: Mapping[str, Any],
+  hidden: jax.Array,
+  index: jax.Array | np.ndarray,
+  position: jax.Array | np.ndarray,
+  is_done: jax.Array | None,
+  choice: Choice,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Scores and chooses the token at `position`, behind the hidden states at `index`.
 
-
-def _next_logits(
-  model: CausalLM, params: Mapping[str, Any], buffer: jax.Array, position: int
-) -> jax.Array:
-  hidden = model.embed(params, buffer)
-  for index in range(model.num_layers):
-    hidden = _run_layer(model, params[model.layer_name(index)], hidden)
-  return _run_head(model, _outside_layers(model, params), hidden, jnp.int32(position))
+  Returns logits, float32 `[B, V]`, the tokens, int32 `[B]`, and which rows have ended.
+  """
+  row = jax.lax.dynamic_slice_in_dim(hidden, index, 1, axis=1)
+  logits = model.logits(params, row)[:, 0]
+  newest = choice.tokens(logits, position)
+  if is_done is None:
+    return logits, newest, choice.is_end(newest)
+  if choice.ends is not None:
+    newest = jnp.where(is_done, choice.ends[0], newest)
+  return logits, newest, is_done | choice.is_end(newest)
 
 
 def _outside_layers(model: CausalLM, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,41 +554,45 @@ def _outside_layers(model: CausalLM, params: Mapping[str, Any]) -> dict[str, Any
   return {name: params[name] for name in params if name not in layers}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-  """Key-value cache of all layers (`CausalLM.empty_cache`); int32 length in tokens."""
-
-  layers: tuple[dict[str, Any], ...]
-  length: jax.Array
-
-
-def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
-  """Allocates a zeroed cache for up to `positions` tokens, in the compute dtype."""
-  layers = range(model.num_layers)
-  empty = tuple(model.empty_cache(batch, positions) for _ in layers)
-  return Cache(empty, jnp.zeros((), jnp.int32))
-
-
 def next_logits(
   model: CausalLM,
   params: Mapping[str, Any],
   cache: Cache,
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   position: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-  """Runs the next tokens of every sequence and scores the token after them.
+  """Runs the next tokens of cached sequences and scores the token after them.
 
-  Tokens are int32 `[B, T]`: the prompt first, then one token per step. `position` is
-  that of the token, among these, whose successor is scored: by default the last. The
-  buffers of `cache` are donated. Returns float32 logits `[B, V]` and the updated cache.
+  Tokens are int32 `[B, T]`. `position` is that of the token, among these, whose
+  successor is scored: by default the last. The buffers of `cache` are donated. Returns
+  float32 logits `[B, V]` and the updated cache. It is one program on a GPU; there is
+  one for each shape of tokens and of the cache.
   """
-  if tokens.shape[1] == 1 and jax.default_backend() == "gpu":
-    # Launching layer by layer from Python would take longer than running them.
-    return _run_token(model, params, cache, tokens)
+  last = np.int32(tokens.shape[1] - 1 if position is None else position)
+  whole = _is_one_program(params)
+  run = _next_in_one_program if whole else _next_by_layers
+  return run(model, params, cache, jnp.asarray(tokens), last)
+
+
+def _next_by_layers(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  cache: Cache,
+  tokens: jax.Array,
+  last: jax.Array | np.ndarray,
+) -> tuple[jax.Array, Cache]:
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
-  last = jnp.int32(tokens.shape[1] - 1 if position is None else position)
-  return _run_head(model, _outside_layers(model, params), hidden, last), cache
+  outside = _outside_layers(model, params)
+  head = _run_head(model, outside, hidden, last, cache.length, None, GREEDY)
+  return head[0], cache
+
+
+_next_in_one_program = jax.jit(
+  _next_by_layers,
+  static_argnames="model",
+  donate_argnames="cache",
+  compiler_options=OPTIONS,
+)
 
 
 def _run_cached_layers(
@@ -345,15 +617,6 @@ def _run_cached_layer(
   start: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any]]:
   return model.layer_with_cache(layer_params, cache, hidden, start)
-
-
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
-def _run_token(
-  model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
-) -> tuple[jax.Array, Cache]:
-  """Runs one token of every sequence through the whole model in one program."""
-  hidden, cache = _run_cached_layers(model, params, cache, tokens)
-  return model.logits(params, hidden)[:, -1], cache
 
 
 def check_arguments(

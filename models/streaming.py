@@ -12,10 +12,13 @@ from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
 from mxjax.models import generation
 from mxjax.models.transformer import CausalLM
+from mxjax.numerics import implementations
 
 CHUNK = 32
-"""Tokens of a prompt that run at once. Prompts of any length share this shape, so a
-turn of a chat compiles nothing new."""
+"""Tokens behind a kept prefix that run at once. They share this shape whatever their
+number, so a turn of a chat compiles nothing new."""
+STEPS = 8
+"""Tokens that a GPU makes before it shows them: less time than a glance takes."""
 
 
 class PrefixCache:
@@ -39,16 +42,53 @@ class PrefixCache:
 
     Runs only the tokens behind the longest prefix that the last call left here.
     """
+    return self._run(ids, generation.GREEDY)[1][0]
+
+  def tokens(
+    self, ids: np.ndarray, count: int, choice: generation.Choice
+  ) -> Iterator[int]:
+    """Yields `count` tokens after `ids`, int32 `[T]`; `limit` has room for them.
+
+    A GPU makes several at a time, and some that nobody asks for at the end.
+    """
+    state, _ = self._run(ids, choice)
+    yield int(state.newest[0])
+    left = count - 1
+    whole = implementations.target_platform() == "gpu"
+    steps = STEPS if whole else 1
+    while left > 0:
+      # The buffers are donated: after an interruption there is nothing to go on from.
+      self._cache = None
+      before = np.asarray(state.newest)
+      how: Any = {"steps": steps, "choice": choice, "may_overrun": True}
+      state, made = generation.decode(self.model, self._params, state, **how)
+      found = np.asarray(made)[0]
+      self._cache = state.cache
+      self._held = np.concatenate([self._held, before, found[:-1]])
+      for token in found[:left]:
+        yield int(token)
+      left -= steps
+
+  def _run(
+    self, ids: np.ndarray, choice: generation.Choice
+  ) -> tuple[generation.Decoding, jax.Array]:
+    """Fills the cache with `ids`; returns the first token and its logits `[1, V]`."""
     # The last token always runs: its logits are not kept.
     common = min(len(self._held), len(ids) - 1)
     differs = np.flatnonzero(self._held[:common] != ids[:common])
     start = int(differs[0]) if differs.size else common
     # The buffers are donated: after an interruption there is nothing to go on from.
     cache, self._cache = self._cache, None
-    if cache is None:
-      # A last chunk may reach behind the limit by its padding.
-      cache = generation.empty_cache(self.model, 1, self.limit + CHUNK)
-      start = 0
+    if cache is None or start == 0:
+      del cache
+      state, scores = generation.prefill(
+        self.model, self._params, ids[None], choice=choice
+      )
+      # At once, so that no later token compiles; a last chunk may reach behind the
+      # limit by its padding.
+      state = generation.with_room(state, self.limit + CHUNK - len(ids))
+      self._cache, self._held = state.cache, ids
+      return state, scores
     scores = None
     while start < len(ids):
       part = ids[start : start + CHUNK]
@@ -57,12 +97,14 @@ class PrefixCache:
       padded = part if len(part) == 1 else np.pad(part, (0, CHUNK - len(part)))
       cache = dataclasses.replace(cache, length=jnp.int32(start))
       scores, cache = generation.next_logits(
-        self.model, self._params, cache, jnp.asarray(padded[None]), len(part) - 1
+        self.model, self._params, cache, padded[None], len(part) - 1
       )
       start += len(part)
-    self._cache, self._held = cache, ids
     assert scores is not None
-    return scores[0]
+    cache = dataclasses.replace(cache, length=jnp.int32(start))
+    self._cache, self._held = cache, ids
+    newest = choice.tokens(scores, start)
+    return generation.Decoding(cache, newest, choice.is_end(newest), start), scores
 
 
 def stream(
@@ -105,25 +147,15 @@ def stream(
       got=len(ids),
       mend="shorten it, or start another conversation",
     )
+  count = min(max_new_tokens, room)
   generation.check_arguments(
-    cache.model,
-    jnp.asarray(ids[None]),
-    min(max_new_tokens, room),
-    temperature,
-    top_k,
-    top_p,
-    key,
+    cache.model, ids[None], count, temperature, top_k, top_p, key
   )
-  for _ in range(min(max_new_tokens, room)):
-    newest = int(
-      generation.choose(
-        cache.logits(ids)[None], len(ids), temperature, top_k, top_p, key
-      )[0]
-    )
-    if newest in eos_ids:
+  choice = generation.choice_of(temperature, top_k, top_p, key)
+  for token in cache.tokens(ids, count, choice) if count else ():
+    if token in eos_ids:
       return
-    yield newest
-    ids = np.append(ids, np.int32(newest))
+    yield token
 
 
 def text_pieces(

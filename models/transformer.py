@@ -26,7 +26,8 @@ CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
 CACHE = "cache"
 """The linen collection of an attention layer's key-value cache: `keys`, `values`
-`[B, positions, kv_heads, head_dim]` and `start`, the number of filled positions, int32.
+`[B, positions, kv_heads, head_dim]` and `start`, the number of filled positions, int32,
+or the int 0 of an empty cache.
 """
 TREE = "tree"
 """The linen collection of an attention layer's `tree`, where sequences branch."""
@@ -352,12 +353,13 @@ class CausalLM(nn.Module):
     layer_params: Mapping[str, Any],
     cache: Mapping[str, Any],
     hidden: jax.Array,
-    start: jax.Array,
+    start: jax.Array | int,
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs one decoder layer on the next tokens of cached sequences.
 
-    `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones (an int32
-    scalar); `cache` must have room for them. Returns hidden states and the new cache.
+    `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones, an int32
+    scalar, or the int 0 where nothing is cached: then hidden states are those of
+    `layer`. `cache` must have room. Returns hidden states and the new cache.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
     past = {"self_attn": {**cache["self_attn"], "start": start}}

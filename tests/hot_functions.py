@@ -15,7 +15,7 @@ from mxjax.calibration import linear_inputs, streams
 from mxjax.devices import execution, totals
 from mxjax.devices.placement import ONE_DEVICE
 from mxjax.methods.hires import stage1, stage3
-from mxjax.models import CausalLM, ModelConfig
+from mxjax.models import CausalLM, ModelConfig, generation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq
 from mxjax.numerics.shaping import dyadic_balance
@@ -168,6 +168,34 @@ def cases():
   }
 
 
+def generations(place, mesh):
+  """Name: what compiles a program of `generate`, and its abstract arguments."""
+  ids = array((1, 8), jnp.int32)
+  plain = jax.eval_shape(MODEL.init, jax.random.key(0), ids)["params"]
+  layer, _ = float_layer()
+  packed = plain | {"layers_0": jax.eval_shape(_quantized, layer)}
+  scalar, result = array((), jnp.int32), {}
+
+  def add(name, program, arguments, *static):
+    def make():
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        placed = jax.tree.map(place, arguments)
+        return program.lower(MODEL, *placed, generation.GREEDY, *static).compile()
+
+    result[name] = make, arguments
+
+  for kind, params in (("BF16", plain), ("HiRes", packed)):
+    prompt = params, array((1, LENGTH), jnp.int32), scalar
+    add(f"first token, {kind}", generation._prefill_in_one_program, prompt)
+    for batch in (1, 32):
+      make = functools.partial(generation.empty_cache, MODEL, batch, LENGTH)
+      newest, is_done = array((batch,), jnp.int32), array((batch,), bool)
+      state = params, jax.eval_shape(make), newest, is_done
+      decode = generation._decode_in_one_program, state, generation.TOKENS_AT_ONCE
+      add(f"tokens of {batch}, {kind}", *decode)
+  return result
+
+
 def compiled(function, arguments, donated, place, mesh):
   """Compiles a function for the GPU."""
   with jax.enable_x64(True), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -202,10 +230,14 @@ def faults(name, program, arguments):
 def check(selected=""):
   """Compiles and prints; yields names, counts and faults."""
   mesh, place = compile_kernels.target()
+  each = generations(place, mesh)
   for name, (function, arguments, donated) in cases().items():
+    make = functools.partial(compiled, function, arguments, donated, place, mesh)
+    each[name] = make, arguments
+  for name, (make, arguments) in each.items():
     if selected and selected not in name:
       continue
-    made = compiled(function, arguments, donated, place, mesh)
+    made = make()
     program = hlo.Program(made.as_text())
     found, counts = faults(name, program, arguments), program.counts()
     print(f"{'FAIL' if found else 'ok  '} {name}: {counts}", *found, sep="\n       ")

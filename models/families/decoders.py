@@ -1,7 +1,5 @@
 """The supported families, one object each; to add one, add an object and its entry."""
 
-from typing import Any
-
 from mxjax.models.families.hf_config import Family, Window
 
 # Llama 2, 3, 3.1, 3.2 and models of the same architecture, such as SmolLM2: pre-norm,
@@ -25,15 +23,14 @@ MISTRAL = Family(
 )
 
 
-def _write_qwen_window(window: int | None) -> dict[str, Any]:
-  used = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-  return used if window else {}
-
-
 # It slides only if `use_sliding_window` is set, from layer `max_window_layers` on.
 _QWEN_WINDOW = Window(
   frozenset({"sliding_window", "use_sliding_window", "max_window_layers"}),
-  _write_qwen_window,
+  lambda window: (
+    {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    if window
+    else {}
+  ),
 )
 
 # Qwen2 and Qwen2.5: Llama's layer with biases on q, k and v, and none on o.

@@ -4,8 +4,9 @@ Evaluation under the contract runs without it.
 """
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Mapping
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -26,6 +27,10 @@ Products = Literal["bfloat16", "float8", "fastest"]
 FLOAT8_ERROR = 2.0**-9
 """Largest error of a float8 product, relative to its norm, with which it is taken: a
 fiftieth of what rounding the inputs costs. Exact sums would give 0."""
+FLOAT8_PRODUCTS = "float8-products"
+"""What records of a model call float8 products."""
+
+_log = logging.getLogger("mxjax")
 
 
 def pack_for_inference(
@@ -47,10 +52,7 @@ def pack_for_inference(
       docs/guides/quantize.md has the cost.
     products: Dtype in which a GPU multiplies many rows of a quantized linear:
       `bfloat16`, `float8` (weights decoded to one byte with one scale per tensor), or
-      None for no change. Products are exact in both; the GPU rounds float8 sums. A
-      linear whose scales differ too much for float8 keeps bfloat16, with a warning.
-      `fastest` is float8 where `float8_is_faster`, which a warning says, and no change
-      elsewhere.
+      None for no change; see `with_products`.
 
   Returns:
     New params that share unchanged leaves with `params`.
@@ -64,21 +66,11 @@ def pack_for_inference(
     >>> packed["embed_tokens"]["weight"].codes.nbytes
     2048
   """
-  for name, got, kinds in (
-    ("embeddings", embeddings, ("int8",)),
-    ("products", products, get_args(Products)),
-  ):
-    if got not in (None, *kinds):
-      known = " or ".join(map(repr, kinds))
-      raise ValueRefusal(
-        "pack_for_inference", expected=f"{name} None or {known}", got=repr(got)
-      )
+  _check("embeddings", embeddings, ("int8",))
+  _check("products", products, get_args(Products))
   narrow = lambda _, leaf: dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())
-  result = dict(_map_linears(narrow, params) if tables else params)
-  if products == "fastest":
-    products = "float8" if float8_is_faster(_device_of(params)) else None
-  if products is not None:
-    result = _choose_products(result, products)
+  result = _map_linears(narrow, params) if tables else params
+  result = dict(with_products(result, products))
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array | np.ndarray):
@@ -86,24 +78,101 @@ def pack_for_inference(
   return result
 
 
+def _check(name: str, got: Any, kinds: tuple[str, ...]) -> None:
+  if got not in (None, *kinds):
+    known = " or ".join(map(repr, kinds))
+    raise ValueRefusal(
+      "pack_for_inference", expected=f"{name} None or {known}", got=repr(got)
+    )
+
+
+def with_products(
+  params: Mapping[str, Any], products: Products | None = "fastest"
+) -> Mapping[str, Any]:
+  """Returns params whose quantized linears are multiplied in another dtype on a GPU.
+
+  Products of legal values are exact in bfloat16 and in float8; the GPU rounds sums of
+  float8 products. What holds fewer rows than a tile is not affected, and neither is
+  anything on a CPU. A linear whose scales differ too much for float8 keeps bfloat16;
+  the logger `mxjax` warns and names it.
+
+  Args:
+    params: A model's params, quantized or not.
+    products: `bfloat16`, `float8` (weights decoded to one byte with one scale per
+      tensor), `fastest`, which is float8 where `float8_is_faster` and no change
+      elsewhere, or None for no change.
+
+  Raises:
+    ValueError: `products` is not a known name.
+  """
+  _check("products", products, get_args(Products))
+  if products == "fastest":
+    # A float model does not wait for the check.
+    first = next(_linears(params), None)
+    is_faster = first is not None and float8_is_faster(_device_of(first))
+    products = "float8" if is_faster else None
+  if products is None:
+    return params
+  misfits: list[str] = []
+
+  def choose(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
+    if products != "float8":
+      return dataclasses.replace(leaf, float8_scale=None)
+    scale, fits = mxfp4_decode.float8_range(leaf.weight)
+    if not fits:
+      misfits.append(path)
+    return dataclasses.replace(leaf, float8_scale=scale if fits else None)
+
+  result = _map_linears(choose, params)
+  if misfits:
+    _log.warning(
+      "%d linears stay with bfloat16 products because the scales of their weights do "
+      "not fit float8: %s",
+      len(misfits),
+      ", ".join(misfits),
+    )
+  return result
+
+
+def has_float8_products(params: Mapping[str, Any]) -> bool:
+  """Tells whether a GPU multiplies many rows of any of the linears in float8."""
+  return any(leaf.float8_scale is not None for leaf in _linears(params))
+
+
+def _linears(node: Any) -> Iterator[QuantizedLinear]:
+  if isinstance(node, Mapping):
+    for value in node.values():
+      yield from _linears(value)
+  elif isinstance(node, QuantizedLinear):
+    yield node
+
+
 def float8_is_faster(device: Any) -> bool:
   """Decides whether quantized linears are multiplied in float8 on a device by default.
 
   They are on an NVIDIA GPU that has float8, of compute capability 8.9 or newer, whose
-  float8 product passes a check: its error is at most `FLOAT8_ERROR`. A warning says
-  which way it went.
+  float8 product passes a check: its error is at most `FLOAT8_ERROR`. The logger `mxjax`
+  says once a process which way it went: as information, or as a warning where the check
+  fails.
   """
   if implementations.target_of(device).obstacle(implementations.FLOAT8):
     return False
+  return _passes(device)
+
+
+@functools.cache
+def _passes(device: Any) -> bool:
   with jax.default_device(device):
     error = float(float8_error())
   passes = error <= FLOAT8_ERROR
-  warnings.warn(
-    f"pack_for_inference: many rows are multiplied in "
-    f"{'float8' if passes else 'bfloat16'} on this {device.device_kind}, whose float8 "
-    f"products have an error of {error:.1e} (allowed: {FLOAT8_ERROR:.1e}); "
-    "products='bfloat16' or 'float8' decides otherwise.",
-    stacklevel=3,
+  _log.log(
+    logging.INFO if passes else logging.WARNING,
+    "many rows are multiplied in %s on this %s, whose float8 products have an error of "
+    "%.1e (allowed: %.1e); products='bfloat16' or 'float8' decides otherwise",
+    "float8" if passes else "bfloat16",
+    device.device_kind,
+    error,
+    FLOAT8_ERROR,
   )
   return passes
 
@@ -145,24 +214,3 @@ def _map_linears(
       key: _map_linears(change, value, f"{inside}{key}") for key, value in node.items()
     }
   return change(path, node) if isinstance(node, QuantizedLinear) else node
-
-
-def _choose_products(params: Mapping[str, Any], products: Products) -> dict[str, Any]:
-  misfits: list[str] = []
-
-  def choose(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
-    if products != "float8":
-      return dataclasses.replace(leaf, float8_scale=None)
-    scale, fits = mxfp4_decode.float8_range(leaf.weight)
-    if not fits:
-      misfits.append(path)
-    return dataclasses.replace(leaf, float8_scale=scale if fits else None)
-
-  result = _map_linears(choose, params)
-  if misfits:
-    warnings.warn(
-      f"pack_for_inference: {len(misfits)} linears stay with bfloat16 products because "
-      f"the scales of their weights do not fit float8: {', '.join(misfits)}.",
-      stacklevel=3,
-    )
-  return result

@@ -235,7 +235,10 @@ def linear(
     case Int8Matrix() | StraightThrough() | ScaledInputs() | Perturbed() | RowSharded():
       return weight.linear(x)
     case _:
-      return _product(x, weight.astype(x.dtype))
+      # Feature-major; see `elementwise.gated_product`.
+      rows, weight = x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)
+      y = rounded(jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST)).T
+      return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def linear_many(
@@ -260,13 +263,6 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
   if bias is None:
     return y
   return rounded(y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape))
-
-
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Computes `x @ weight.T` feature-major; see `elementwise.gated_product`."""
-  rows = x.reshape(-1, x.shape[-1])
-  y = rounded(jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST)).T
-  return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:

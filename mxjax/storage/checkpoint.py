@@ -24,6 +24,8 @@ from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
 from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.intake.reading import refusing
+from mxjax.layers import inference_packing
+from mxjax.layers.inference_packing import Products
 from mxjax.layers.linear import map_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
@@ -323,11 +325,14 @@ def load(
   verify: bool = True,
   sharding: jax.sharding.Sharding | None = None,
   mesh: Mesh | None = None,
+  products: Products | None = "fastest",
 ) -> tuple[Any, dict[str, Any]]:
   """Loads a quantized model, ready for `model.apply({"params": params}, tokens)`.
 
   `path` is a folder written by `save_checkpoint`, or the output folder of the command
-  `mxjax quantize`. The other arguments and errors are those of `restore_checkpoint`.
+  `mxjax quantize`. `products` is the dtype in which a GPU multiplies many rows, see
+  `inference_packing.with_products`: by default the fastest, but as stored on a mesh or
+  with a sharding. The other arguments and errors are those of `restore_checkpoint`.
 
   Raises:
     ValueError: The config is not that of a model of `mxjax.models` either.
@@ -339,6 +344,8 @@ def load(
   params, config = restore_checkpoint(
     folder, contract=contract, verify=verify, sharding=sharding, mesh=mesh
   )
+  if products != "fastest" or (mesh is None and sharding is None):
+    params = inference_packing.with_products(params, products)
   try:
     return CausalLM(ModelConfig.from_dict(config)), params
   except (TypeError, ValueError) as error:

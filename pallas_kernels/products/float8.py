@@ -77,3 +77,12 @@ def of_tensor(tensor: mxfp4.MXTensor) -> Float8Inputs:
 def from_byte(byte: jax.Array) -> jax.Array:
   """Decodes E5M2 bits, int16, to float32: they are the upper half of a float16."""
   return lax.bitcast_convert_type(byte << 8, jnp.float16).astype(jnp.float32)
+
+
+def to_byte(values: jax.Array) -> jax.Array:
+  """Encodes float32 values as E5M2 bits, uint8, to nearest with ties to the larger.
+
+  Values of at most two significant bits are exact from 2^-15 up.
+  """
+  half = lax.bitcast_convert_type(values.astype(jnp.float16), jnp.int16)
+  return ((half + 128) >> 8).astype(jnp.uint8)

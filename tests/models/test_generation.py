@@ -1,4 +1,6 @@
+import contextlib
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,28 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mxjax import models
 from mxjax.models import functional, generation
 from mxjax.models.generation import generate, sample
 from tests import refusals
+
+UNCACHED = {"use_cache": False}
+IN_PROGRAMS = {"tokens_at_once": 3}
+COMPILED = []
+"""What JAX compiled or took from its cache of programs, one entry each."""
+jax.monitoring.register_event_duration_secs_listener(
+  lambda name, *_, **__: (
+    name.endswith("backend_compile_duration") and COMPILED.append(1)
+  )
+)
+
+
+@contextlib.contextmanager
+def compiling(count):
+  """Checks how many programs are compiled in the block."""
+  before = len(COMPILED)
+  yield
+  assert len(COMPILED) - before == count
 
 
 def greedy_by_hand(model, params, tokens, count):
@@ -20,35 +41,37 @@ def greedy_by_hand(model, params, tokens, count):
   return tokens
 
 
-def test_greedy_equals_recomputing_the_bare_prefix(tiny):
+@pytest.mark.parametrize("how", [{}, UNCACHED, IN_PROGRAMS])
+def test_greedy_equals_recomputing_the_bare_prefix(tiny, how):
   model, params, tokens = tiny
   prompts = tokens[:, :5]
-  got = generate(model, params, prompts, max_new_tokens=4)
+  got = generate(model, params, prompts, max_new_tokens=4, **how)
   assert got.dtype == jnp.int32
   np.testing.assert_array_equal(got, greedy_by_hand(model, params, prompts, 4))
-  none = generate(model, params, prompts, max_new_tokens=0)
+  none = generate(model, params, prompts, max_new_tokens=0, **how)
   np.testing.assert_array_equal(none, prompts)
 
 
 def test_the_padding_behind_a_position_does_not_leak(tiny):
   model, params, tokens = tiny
-  long = generate(model, params, tokens[:, :5], max_new_tokens=20)
-  short = generate(model, params, tokens[:, :5], max_new_tokens=3)
-  np.testing.assert_array_equal(long[:, :8], short)
+  run = functools.partial(generate, model, params, tokens[:, :5], **UNCACHED)
+  np.testing.assert_array_equal(run(max_new_tokens=20)[:, :8], run(max_new_tokens=3))
 
 
-def test_one_step_shape_compiles_once(tiny):
+def test_a_step_without_a_cache_compiles_once(tiny):
   model, params, tokens = tiny
   before = generation._run_layer._cache_size()
-  generate(model, params, tokens[:, :17], max_new_tokens=4)
+  generate(model, params, tokens[:, :17], max_new_tokens=4, **UNCACHED)
   assert generation._run_layer._cache_size() - before == 1
 
 
-def test_after_the_end_token_a_row_holds_only_it(tiny):
+@pytest.mark.parametrize("how", [{}, UNCACHED, IN_PROGRAMS])
+def test_after_the_end_token_a_row_holds_only_it(tiny, how):
   model, params, tokens = tiny
-  free = np.asarray(generate(model, params, tokens[:, :5], max_new_tokens=8))
+  run = functools.partial(generate, model, params, tokens[:, :5], **how)
+  free = np.asarray(run(max_new_tokens=8))
   eos = int(free[0, 6])
-  got = np.asarray(generate(model, params, tokens[:, :5], max_new_tokens=8, eos_id=eos))
+  got = np.asarray(run(max_new_tokens=8, eos_id=eos))
   for row, plain in zip(got, free, strict=True):
     ends = np.flatnonzero(plain[5:] == eos)
     stop = 5 + int(ends[0]) if ends.size else plain.size
@@ -56,11 +79,11 @@ def test_after_the_end_token_a_row_holds_only_it(tiny):
     assert np.all(row[stop:] == eos)
 
 
-@pytest.mark.parametrize("cached", [{}, {"use_cache": True, "tokens_at_once": 3}])
-def test_each_of_several_end_tokens_ends_a_row(tiny, cached):
+@pytest.mark.parametrize("how", [{}, UNCACHED, IN_PROGRAMS])
+def test_each_of_several_end_tokens_ends_a_row(tiny, how):
   model, params, tokens = tiny
   run = lambda **ends: np.asarray(
-    generate(model, params, tokens[:, :5], max_new_tokens=8, **cached, **ends)
+    generate(model, params, tokens[:, :5], max_new_tokens=8, **how, **ends)
   )
   free = run()
   ends = [int(free[1, 8]), int(free[0, 6])]
@@ -146,13 +169,113 @@ def test_arguments_without_meaning_are_refused(tiny):
   )
 
 
+def test_a_model_without_a_cache_is_refused_by_name(tiny):
+  model, params, tokens = tiny
+  bare = types.SimpleNamespace(config=model.config)
+  with pytest.raises(ValueError, match="layer_with_cache.*SimpleNamespace.*use_cache="):
+    generate(bare, params, tokens, max_new_tokens=1)
+
+
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_cache_changes_nothing_but_the_work(tiny, length):
   model, params, tokens = tiny
-  prompts = tokens[:, :length]
-  plain = generate(model, params, prompts, max_new_tokens=6)
-  cached = generate(model, params, prompts, max_new_tokens=6, use_cache=True)
-  np.testing.assert_array_equal(cached, plain)
+  run = functools.partial(generate, model, params, tokens[:, :length])
+  plain = run(max_new_tokens=6, **UNCACHED)
+  np.testing.assert_array_equal(run(max_new_tokens=6), plain)
+
+
+@pytest.mark.parametrize("one_program", [False, True])
+def test_padding_a_prompt_changes_its_logits_by_the_order_of_sums_alone(
+  family_golden, tmp_path, one_program
+):
+  model, params = models.from_pretrained(family_golden.save(tmp_path / "model"))
+  rng = np.random.default_rng(0)
+  rows = rng.integers(0, model.config.vocab_size, (2, 63)).astype(np.int32)
+  for length in (1, 7, 32, 33, 63):
+    want = np.asarray(model.apply({"params": params}, rows[:, :length])[:, -1])
+    prompt = rows[:, :length]
+    state, got = generation.prefill(model, params, prompt, one_program=one_program)
+    assert state.cache.capacity == (32 if length <= 32 else 64)
+    assert state.length == int(state.cache.length) == length
+    np.testing.assert_array_equal(state.newest, want.argmax(-1))
+    # A few units in the last place of the largest logit.
+    assert np.abs(got - want).max() <= 16 * np.spacing(np.abs(want).max())
+    # What the padding holds has no influence at all.
+    others = {"length": np.int32(length), "choice": generation.GREEDY}
+    padded = np.pad(prompt, ((0, 0), (0, generation.bucket_of(length) - length)))
+    padded[:, length:] = model.config.vocab_size - 1
+    again = (
+      generation._prefill_in_one_program
+      if one_program
+      else (generation._prefill_by_layers)
+    )
+    np.testing.assert_array_equal(again(model, params, padded, **others)[1], got)
+
+
+def test_buckets_and_capacities():
+  lengths = (1, 32, 33, 48, 49, 64, 65, 1536, 1537, 2048, 2049)
+  buckets = [32, 32, 48, 48, 64, 64, 96, 1536, 2048, 2048, 3072]
+  assert list(map(generation.bucket_of, lengths)) == buckets
+  assert len({generation.bucket_of(length) for length in range(1, 2049)}) == 13
+  capacities = [32, 32, 64, 64, 64, 64, 128, 2048, 2048, 2048, 4096]
+  assert list(map(generation.capacity_of, lengths)) == capacities
+
+
+def test_from_ids_to_the_first_token_is_one_program_that_makes_the_cache(tiny):
+  model, params, tokens = tiny
+  # Whatever runs beside it, an operation on an array too, would be compiled.
+  jax.clear_caches()
+  with compiling(1):
+    state, _ = generation.prefill(model, params, tokens[:, :5], one_program=True)
+  assert len(state.cache.layers) == model.num_layers
+  jax.clear_caches()
+  with compiling(1):
+    generate(model, params, tokens[:, :5], max_new_tokens=1, tokens_at_once=16)
+
+
+def test_no_program_depends_on_the_length_of_a_prompt_or_of_its_continuation(tiny):
+  model, params, tokens = tiny
+  rows = np.tile(np.asarray(tokens), (1, 8))
+  run = lambda length, new: generate(
+    model, params, rows[:, :length], max_new_tokens=new, tokens_at_once=4
+  )
+  jax.clear_caches()
+  with compiling(2):
+    run(20, 9)  # prefill and decoding
+  with compiling(0):
+    for length, new in ((20, 2), (20, 6), (19, 9), (9, 12), (24, 5), (1, 1)):
+      run(length, new)
+  with compiling(2):
+    run(20, 25)  # a larger cache: its copy and its decoding
+  with compiling(1):
+    run(40, 9)  # another bucket in the same capacity
+  with compiling(0):
+    run(48, 16)
+    run(33, 1)
+
+
+@pytest.mark.parametrize("one_program", [False, True])
+def test_decoding_goes_on_in_a_larger_cache(tiny, one_program):
+  model, params, tokens = tiny
+  want = np.asarray(generate(model, params, tokens[:, :5], max_new_tokens=46))
+  how = {"one_program": one_program}
+  state, _ = generation.prefill(model, params, tokens[:, :5], **how)
+  made = [np.asarray(state.newest)[:, None]]
+  for _ in range(3):
+    state, some = generation.decode(model, params, state, steps=15, **how)
+    made.append(np.asarray(some))
+  assert state.cache.capacity == 64 and state.length == int(state.cache.length) == 50
+  np.testing.assert_array_equal(np.concatenate(made, axis=1), want[:, 5:])
+  refusals.check(
+    [
+      (
+        lambda: generation.decode(model, params, state, steps=206),
+        "at most 256 positions",
+        "257",
+      ),
+      (lambda: generation.decode(model, params, state, steps=0), "steps >= 1", "0"),
+    ]
+  )
 
 
 @pytest.mark.parametrize(
@@ -165,11 +288,11 @@ def test_a_cache_changes_nothing_but_the_work(tiny, length):
 )
 def test_many_tokens_in_a_program_are_those_of_one_at_a_time(tiny, options):
   model, params, tokens = tiny
-  options |= {"max_new_tokens": 8, "use_cache": True}
   run = lambda **more: np.asarray(
-    generate(model, params, tokens[:, :4], **options, **more)
+    generate(model, params, tokens[:, :4], max_new_tokens=8, **options, **more)
   )
   want = run()
+  np.testing.assert_array_equal(want, run(**UNCACHED))
   # The token that a row generates third ends it; the other rows go on.
   eos = int(want[0, 6])
   for at_once in (3, 16):
@@ -179,16 +302,18 @@ def test_many_tokens_in_a_program_are_those_of_one_at_a_time(tiny, options):
     assert (ended[0, 6:] == eos).all()
 
 
-def test_programs_of_tokens_stop_when_every_row_has_ended(tiny, monkeypatch):
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_nothing_runs_once_every_row_has_ended(tiny, monkeypatch, at_once):
   model, params, tokens = tiny
-  options = {"max_new_tokens": 9, "use_cache": True, "tokens_at_once": 2}
+  options = {"max_new_tokens": 9, "tokens_at_once": at_once}
   run = lambda **more: generate(model, params, tokens[:1, :4], **options, **more)
-  calls, original = [], generation._run_tokens
-  count = lambda *args: calls.append(1) or original(*args)
-  monkeypatch.setattr(generation, "_run_tokens", count)
+  calls, original = [], generation.decode
+  count = lambda *args, **how: calls.append(1) or original(*args, **how)
+  monkeypatch.setattr(generation, "decode", count)
   eos = int(run()[0, 6])
-  assert len(calls) == 4
-  assert (run(eos_id=eos)[0, 6:] == eos).all() and len(calls) == 5
+  assert len(calls) == 8 // at_once
+  calls.clear()
+  assert (run(eos_id=eos)[0, 6:] == eos).all() and len(calls) == 2 // at_once
   with pytest.raises(ValueError, match="tokens_at_once >= 1, got 0"):
     generate(model, params, tokens, max_new_tokens=1, tokens_at_once=0)
 
@@ -203,13 +328,14 @@ def test_cached_logits_equal_those_of_the_whole_prefix(tiny):
   assert int(cache.length) == 13
 
 
-def test_a_token_in_one_program_equals_layer_by_layer(tiny):
+def test_next_tokens_in_one_program_equal_layer_by_layer(tiny):
   model, params, tokens = tiny
   fill = lambda: generation.next_logits(
     model, params, generation.empty_cache(model, *tokens.shape), tokens[:, :6]
   )[1]
-  one, _ = generation._run_token(model, params, fill(), tokens[:, 6:7])
-  many, _ = generation.next_logits(model, params, fill(), tokens[:, 6:7])
+  some, last = jnp.asarray(tokens[:, 6:8]), np.int32(1)
+  one, _ = generation._next_in_one_program(model, params, fill(), some, last)
+  many, _ = generation.next_logits(model, params, fill(), some)
   np.testing.assert_allclose(one, many, atol=2e-5)
 
 
@@ -226,6 +352,14 @@ def test_cached_attention_does_not_depend_on_the_chunk():
   jax.tree.map(np.testing.assert_array_equal, filled, tuple(past))
   changed = [p.at[:, 9:].set(1e3) for p in past]
   np.testing.assert_array_equal(attend(changed, start)[0], whole)
+  # A plain 0 says that nothing is cached; another plain number says nothing.
+  empty, filled = attend([jnp.zeros_like(p) for p in past], 0)
+  causal = functools.partial(functional.causal_attention, queries, *new)
+  np.testing.assert_array_equal(empty, causal())
+  for one, own in zip(filled, new, strict=True):
+    np.testing.assert_array_equal(one, jnp.pad(own, ((0, 0), (0, 13), (0, 0), (0, 0))))
+  with pytest.raises(ValueError, match="int 0 of an empty cache.*got 9"):
+    attend(past, 9)
 
 
 def test_a_cached_window_equals_the_uncached_one():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mxjax.models import generation
-from mxjax.models.streaming import CHUNK, PrefixCache, stream, text_pieces
+from mxjax.models.streaming import CHUNK, STEPS, PrefixCache, stream, text_pieces
+from mxjax.numerics import implementations
 
 
 @pytest.fixture
@@ -17,14 +18,16 @@ def cache(tiny):
 
 @pytest.fixture
 def ran(monkeypatch):
-  """Counts the tokens of every step."""
-  steps, run = [], generation.next_logits
+  """Counts the tokens of every step; `None` is a prompt from its beginning."""
+  steps, run, whole = [], generation.next_logits, generation.prefill
 
   def counted(model, params, past, tokens, position=None):
     steps.append(tokens.shape[1] if position is None else position + 1)
     return run(model, params, past, tokens, position)
 
   monkeypatch.setattr(generation, "next_logits", counted)
+  started = lambda *args, **how: steps.append(None) or whole(*args, **how)
+  monkeypatch.setattr(generation, "prefill", started)
   return steps
 
 
@@ -37,10 +40,12 @@ def test_logits_are_those_of_the_whole_sequence_however_the_cache_was_filled(
   other = np.concatenate([ids[:6], ids[::-1][:4]])
   run = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
   for asked, steps in (
-    (ids, [CHUNK, 9]),  # a prompt in chunks, the last one padded
+    (ids, [None]),  # a prompt
     (np.append(ids, ids[:1]), [1]),  # the next token
     (other, [4]),  # another conversation after a shared beginning
     (other[:5], [1]),  # a shorter one: its last token runs again
+    (np.append(other[:5], ids[4:]), [CHUNK, 5]),  # chunks, the last one padded
+    (other[1:], [None]),  # nothing shared
   ):
     ran.clear()
     want = run(np.pad(asked, (0, CHUNK + 10 - len(asked)))[None])[len(asked) - 1]
@@ -53,15 +58,16 @@ def test_after_an_interruption_the_cache_starts_again(tiny, cache, monkeypatch):
   ids = np.asarray(tokens[0, :7])
   cache.logits(ids[:5])
 
-  def interrupted(*_):
+  def interrupted(*_, **__):
     raise KeyboardInterrupt
 
-  with monkeypatch.context() as patch:
-    patch.setattr(generation, "next_logits", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-      cache.logits(ids)
   want = model.apply({"params": params}, ids[None])[0, -1]
-  np.testing.assert_allclose(cache.logits(ids), want, atol=5e-5)
+  for name in ("next_logits", "decode"):
+    with monkeypatch.context() as patch:
+      patch.setattr(generation, name, interrupted)
+      with pytest.raises(KeyboardInterrupt):
+        list(cache.tokens(ids, 2, generation.GREEDY))
+    np.testing.assert_allclose(cache.logits(ids), want, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,26 @@ def test_a_stream_has_the_tokens_of_generate(tiny, cache, sampling):
   end = got[4]
   first = got.index(end)
   assert list(stream(cache, ids, **options, eos_ids={end})) == got[:first]
+
+
+def test_a_gpu_makes_several_tokens_before_it_shows_them(tiny, cache, ran, monkeypatch):
+  model, params, tokens = tiny
+  ids = np.asarray(tokens[0, :5])
+  want = list(stream(cache, ids, max_new_tokens=STEPS + 4))
+  monkeypatch.setattr(implementations, "target_platform", lambda: "gpu")
+  monkeypatch.setattr(generation, "_is_one_program", lambda *_: True)
+  calls, run = [], generation.decode
+  counted = lambda *args, **how: calls.append(how["steps"]) or run(*args, **how)
+  monkeypatch.setattr(generation, "decode", counted)
+  other = PrefixCache(model, params, 96)
+  assert list(stream(other, ids, max_new_tokens=STEPS + 4)) == want
+  assert calls == [STEPS, STEPS]
+  # The cache keeps what ran, also where the text ended earlier.
+  ran.clear()
+  said = np.concatenate([ids, want[:2], [3]]).astype(np.int32)
+  whole = model.apply({"params": params}, said[None])[0, -1]
+  np.testing.assert_allclose(other.logits(said), whole, atol=5e-5)
+  assert ran == [1]
 
 
 def test_a_stream_ends_where_the_context_does(cache, tiny):

@@ -164,6 +164,7 @@ FUNCTIONS = {
   "cvt.f32.bf16": lambda a: a.astype(np.uint32) << np.uint32(16),
   "cvt.f32.f16": lambda a: floats(a, F16).astype(np.float32).view(np.uint32),
   "cvt.rn.bf16.f32": _narrow(BF16),
+  "cvt.rn.f16.f32": _narrow(F16),
   "cvt.rn.bf16x2.f32": lambda a, b: (
     _narrow(BF16)(a).astype(np.uint32) << np.uint32(16) | _narrow(BF16)(b)
   ),

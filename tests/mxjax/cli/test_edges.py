@@ -71,6 +71,10 @@ REFUSED = {
     ),
     ("model --agreement", "expected a folder written by `quantize` to compare"),
     ("run --storage int8", "got 'int8'; write int8-embeddings if"),
+    (
+      "run --storage float8-products,bfloat16-products",
+      "float8-products or bfloat16-products, got both",
+    ),
     ("run --storage float8-products --mesh data=1", "--mesh without --storage"),
   ],
   "export": [

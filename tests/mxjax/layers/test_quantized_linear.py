@@ -1,8 +1,8 @@
+import collections
 import contextlib
 import dataclasses
 import functools
-import types
-import warnings
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mxjax.audit import arithmetic, sizes
+from mxjax.evaluation import evaluating
 from mxjax.layers import inference_packing
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
@@ -20,6 +21,7 @@ from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode, U
 from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard
 from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.refinement.fused_inputs import Normalized
+from mxjax.storage import checkpoint
 
 run = jax.jit(linear, static_argnames="implementation")
 
@@ -128,13 +130,15 @@ def test_float8_products_are_asked_for_and_take_many_rows(rows):
   )
 
 
-def test_a_weight_that_float8_cannot_hold_is_named_and_left():
+def test_a_weight_that_float8_cannot_hold_is_named_and_left(caplog):
   weight = leaf("rtn")
   scales = weight.weight.scales.at[0, 0].set(weight.weight.scales.max() - 15)
   wide = dataclasses.replace(weight, weight=mxfp4.MXTensor(weight.weight.codes, scales))
   params = {"layer": {"q": {"weight": weight}, "k": {"weight": wide}}}
-  with pytest.warns(UserWarning, match="1 linears stay .*: layer/k/weight"):
+  with caplog.at_level("WARNING", "mxjax"):
     layer = pack_for_inference(params, products="float8")["layer"]
+  [told] = caplog.messages
+  assert re.search("1 linears stay .*: layer/k/weight", told)
   assert layer["q"]["weight"].float8_scale is not None
   assert layer["k"]["weight"].float8_scale is None
   with pytest.raises(ValueError, match="expected products None"):
@@ -155,27 +159,41 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left():
   ],
 )
 def test_float8_is_the_default_where_its_products_pass(
-  monkeypatch, platform, capability, error, chosen
+  monkeypatch, caplog, tmp_path, tiny_model, platform, capability, error, chosen
 ):
-  device = types.SimpleNamespace(
-    platform=platform, compute_capability=capability, device_kind="this device"
-  )
-  target_of = implementations.target_of.__wrapped__
+  kind = collections.namedtuple("Device", "platform compute_capability device_kind")
+  device = kind(platform, capability, "this device")
   params = {"layer": {"q": {"weight": leaf("rtn")}}}
-  with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
+  config = tiny_model.config.to_dict()
+  checkpoint.save_checkpoint(tmp_path / "made", params, model_config=config)
+  inference_packing._passes.cache_clear()
+  with monkeypatch.context() as patch, caplog.at_level("INFO", "mxjax"):
     patch.setattr(inference_packing, "float8_error", lambda: error)
     patch.setattr(inference_packing, "_device_of", lambda params: device)
-    patch.setattr(implementations, "target_of", target_of)
     patch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
-    result = pack_for_inference(params)
-  assert len(told) == (chosen is not None)
-  if told:
-    assert f"multiplied in {chosen} on this this device" in str(told[0].message)
-  weight = result["layer"]["q"]["weight"]
-  assert (weight.float8_scale is not None) == (chosen == "float8")
-  named = arithmetic.arithmetic(result, "bfloat16").get("products")
-  assert named == (["float8"] if chosen == "float8" else None)
+    results = [pack_for_inference(params), checkpoint.load(tmp_path / "made")[1]]
+    as_stored = checkpoint.load(tmp_path / "made", products=None)[1]
+    asked = checkpoint.load(tmp_path / "made", products="float8")[1]
+    # A float model has nothing to multiply so, and does not wait for the check.
+    patch.setattr(inference_packing, "float8_is_faster", lambda _: 1 / 0)
+    pack_for_inference({"layer": {"q": {"weight": jnp.ones((8, 32))}}})
+  inference_packing._passes.cache_clear()
+  # Once a process, however many models are loaded.
+  assert len(caplog.records) == (chosen is not None)
+  for record in caplog.records:
+    assert f"multiplied in {chosen} on this this device" in record.getMessage()
+    assert record.levelname == ("INFO" if chosen == "float8" else "WARNING")
+  for result in results:
+    assert inference_packing.has_float8_products(result) == (chosen == "float8")
+    named = arithmetic.arithmetic(result, "bfloat16").get("products")
+    assert named == (["float8"] if chosen == "float8" else None)
+  assert not inference_packing.has_float8_products(as_stored)
+  assert inference_packing.has_float8_products(asked)
+  packing = evaluating.Packing(names=("int8-embeddings",))
+  for result, names in ((asked, ["float8-products"]), (as_stored, [])):
+    assert packing.found_in(result) == ["int8-embeddings", *names]
+    stated = evaluating.Packing(names=("float8-products",)).found_in(result)
+    assert stated == ["float8-products"]
 
 
 def test_the_float8_product_is_measured_against_the_exact_one():
