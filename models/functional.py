@@ -26,7 +26,8 @@ from mxjax.pallas_kernels.attention.shares import Attended
 QUERY_CHUNK = 256
 """Queries per chunk: bounds the score array to `QUERY_CHUNK * length`."""
 TREE_CHUNK = 64
-"""Queries per chunk where sequences branch, whose rows are short."""
+"""Queries per chunk on a CPU where sequences branch, whose rows are short. Elsewhere
+they have `QUERY_CHUNK`: XLA:GPU tries many programs for each product of each chunk."""
 
 
 def inverse_frequencies(
@@ -161,8 +162,8 @@ def causal_attention(
     values: Same shape as `keys`.
     window: Tokens that a query attends to, itself included; None for the whole past.
     tree: Where sequences branch; None if each row is one sequence.
-    query_chunk: Queries per chunk, by default `TREE_CHUNK` in a tree and `QUERY_CHUNK`
-      elsewhere; does not affect the result.
+    query_chunk: Queries per chunk, by default `TREE_CHUNK` in a tree on a CPU and
+      `QUERY_CHUNK` elsewhere; does not affect the result.
     implementation: See `implementations.choose`; `prefill.obstacle` has the rule.
 
   Returns:
@@ -178,7 +179,8 @@ def causal_attention(
     reference = functools.partial(causal_attention, window=window, implementation="xla")
     return lowering.with_reference(kernel, reference, queries, keys, values)
   length = queries.shape[1]
-  query_chunk = query_chunk or (TREE_CHUNK if tree else QUERY_CHUNK)
+  is_short = tree is not None and implementations.target_platform() == "cpu"
+  query_chunk = query_chunk or (TREE_CHUNK if is_short else QUERY_CHUNK)
   grouped = _by_group(queries, keys, values)
   chunks = _chunks(length, query_chunk, window, tree)
   return _by_position(softmax_attention.attend_chunks(*grouped, chunks))

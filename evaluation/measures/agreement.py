@@ -1,5 +1,6 @@
 """Agreement of quantized and float predictions: KL divergence and flips per token."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,9 @@ from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
-from mxjax.evaluation.measures.perplexity import WINDOWS_TOGETHER
+from mxjax.evaluation import device_calls
+from mxjax.evaluation.device_calls import CallShapes
+from mxjax.evaluation.measures.perplexity import CALLS_TOGETHER
 
 HEAD_CHUNK = 256
 """Tokens whose logits exist at once, in both models: bounds memory."""
@@ -45,11 +48,14 @@ def _compare(
   params: tuple[Params, Params],
   hidden: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes KL and flips `[T]` of final hidden states `[1, T, d]` in chunks."""
-  length = hidden[0].shape[1]
-  padding = -length % HEAD_CHUNK
+  """Computes KL and flips `[B, T]` of final hidden states `[B, T, d]` in chunks."""
+  *shape, width = hidden[0].shape
+  count = math.prod(shape)
+  padding = -count % HEAD_CHUNK
   chunks = tuple(
-    jnp.pad(h[0], ((0, padding), (0, 0))).reshape(-1, HEAD_CHUNK, h.shape[-1])
+    jnp.pad(h.reshape(count, width), ((0, padding), (0, 0))).reshape(
+      -1, HEAD_CHUNK, width
+    )
     for h in hidden
   )
 
@@ -62,29 +68,38 @@ def _compare(
     return divergence, exact.argmax(-1) != ours.argmax(-1)
 
   divergence, is_flipped = jax.lax.map(chunk, chunks)
-  return divergence.ravel()[:length], is_flipped.ravel()[:length]
+  by_window = lambda each: each.ravel()[:count].reshape(shape)
+  return by_window(divergence), by_window(is_flipped)
 
 
 def agreement(
-  model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
+  model: CausalLanguageModel,
+  params: Params,
+  quantized: Params,
+  tokens: Any,
+  *,
+  shapes: CallShapes | None = None,
 ) -> Agreement:
   """Computes KL and flips of all tokens but the first of each window.
 
-  Tokens are int32 `[windows, length]`, with a length of at least 2.
+  Tokens are int32 `[windows, length]`, with a length of at least 2; `shapes` are as in
+  `perplexity.window_losses`.
   """
   outer = [streams.outer_params(model, tree) for tree in (params, quantized)]
-  divergences, flips = [], []
+  found = []
   rows = model_ids(model, tokens, "agreement")
-  windows = [jnp.asarray(window[None, :-1]) for window in rows]
-  for start in range(0, len(windows), WINDOWS_TOGETHER):
-    group = windows[start : start + WINDOWS_TOGETHER]
+  count = (shapes or device_calls.of_device()).windows(rows.shape[1])
+  calls = [jnp.asarray(call) for call in device_calls.filled_calls(rows[:, :-1], count)]
+  for start in range(0, len(calls), CALLS_TOGETHER):
+    group = calls[start : start + CALLS_TOGETHER]
     pairs = zip(
       streams.final_hiddens(model, params, group),
       streams.final_hiddens(model, quantized, group),
       strict=True,
     )
-    for hidden in pairs:
-      divergence, is_flipped = execution.block_on_cpu(_compare(model, outer, hidden))
-      divergences.append(np.asarray(divergence))
-      flips.append(np.asarray(is_flipped))
-  return Agreement(np.stack(divergences), np.stack(flips))
+    found += [execution.block_on_cpu(_compare(model, outer, each)) for each in pairs]
+  divergence, is_flipped = (
+    np.concatenate(jax.device_get(side))[: len(rows)]
+    for side in zip(*found, strict=True)
+  )
+  return Agreement(divergence, is_flipped)

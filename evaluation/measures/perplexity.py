@@ -18,12 +18,14 @@ from mxjax.devices import execution
 from mxjax.devices.mesh import DATA
 from mxjax.devices.placement import EVALUATION, ONE_DEVICE, Placement
 from mxjax.errors import ValueRefusal
+from mxjax.evaluation import device_calls
+from mxjax.evaluation.device_calls import CallShapes
 
 PERTURBATION = 1e-6
 """Relative change of the embedding rows in a replicate in float32."""
 HEAD_CHUNK = 512
-WINDOWS_TOGETHER = 16
-"""Windows run through a layer while it is resident; does not affect results."""
+CALLS_TOGETHER = 16
+"""Calls run through a layer while it is resident; does not affect results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,29 +100,35 @@ def window_losses(
   *,
   on_window: Callable[[int, int], None] | None = None,
   placement: Placement = ONE_DEVICE,
+  shapes: CallShapes | None = None,
 ) -> np.ndarray:
   """Computes mean negative log-likelihoods per window, nats, float64 `[windows]`.
 
   Tokens are int32 `[windows, length]`. `on_window` is called with (done, windows) after
   each window; `placement` names the devices over which windows and output rows are
-  sharded.
+  sharded; `shapes` say how many windows a device's call has, by default
+  `device_calls.of_device()`.
   """
   rows = model_ids(model, tokens, "perplexity")
-  count = placement.mesh.shape[DATA] if placement.mesh else 1
-  # Copies of the last window fill up the devices; their losses are dropped.
-  filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
-  place = lambda a: placement.put(a, P(DATA))
-  batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
+  count = (shapes or device_calls.of_device()).windows(rows.shape[1])
+  count *= placement.mesh.shape[DATA] if placement.mesh else 1
+  batches = [
+    placement.put(call, P(DATA)) for call in device_calls.filled_calls(rows, count)
+  ]
   outer = placement.shard_rows(streams.outer_params(model, params))
   losses = []
-  for start in range(0, len(batches), WINDOWS_TOGETHER):
-    group = batches[start : start + WINDOWS_TOGETHER]
+  for start in range(0, len(batches), CALLS_TOGETHER):
+    group = batches[start : start + CALLS_TOGETHER]
     hiddens = streams.final_hiddens(model, params, group, placement)
-    for ids, hidden in zip(group, hiddens, strict=True):
-      new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], placement)
-      by_window = np.asarray(
-        placement.to_primary(execution.block_on_cpu(new)), np.float64
+    # All are started before the first is waited for: a GPU goes from one to the next.
+    found = [
+      execution.block_on_cpu(
+        _losses(model, outer, hidden[:, :-1], ids[:, 1:], placement)
       )
+      for ids, hidden in zip(group, hiddens, strict=True)
+    ]
+    for new in found:
+      by_window = np.asarray(placement.to_primary(new), np.float64)
       for loss in by_window[: len(rows) - len(losses)]:
         losses.append(loss.mean())
         if on_window:

@@ -8,9 +8,10 @@ row; only the order of float32 sums differs from that of a sequence alone. Under
 4-bit activations even that can move a rounded input, and with it the score.
 
 Models of your own, whose `layer` takes no tree, run one request a row: none is shared.
+Rows of one sequence each, such as windows of a long text, have no tree either where
+calls have fixed shapes: a GPU's kernel attends there without a mask.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,22 +23,16 @@ from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
+from mxjax.evaluation import device_calls
+from mxjax.evaluation.device_calls import CallShapes
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.functional import Tree
 from mxjax.models.transformer import CausalLM
 
-ROW = 256
-"""Most tokens of a row; if one request has more, twice, four times, ... as many."""
 LENGTH_STEP = 32
 """Lengths are padded to a multiple of this, so that few shapes are compiled."""
-BATCH_TOKENS = 1024
-"""Tokens per device call, padding included."""
 GROUP = 32
 """Batches run through a layer while it is resident."""
-HEAD_CHUNK = 512
-"""Most tokens predicted per call of the output head."""
-HEAD_STEP = 128
-"""The last call's tokens are padded to a multiple of this."""
 
 
 class Request(NamedTuple):
@@ -107,43 +102,70 @@ class _Row:
     self._ids, self.size = ids, stop
     self.predictors[member] = self._path[len(ids) - predicted :]
 
+  @property
+  def is_sequence(self) -> bool:
+    """Whether every token follows the one before, so that nothing branches."""
+    return len(self._path) == self.size
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
+
+class _Batch(NamedTuple):
   """Rows of one length, int32 `[B, T]`, and what they predict.
 
-  `predictors` are, by request, the indices in the flat batch of the tokens that predict
-  its continuation.
+  `tree` says where they branch, None if they do not. `predictors` are, by request, the
+  indices in the flat batch of the tokens that predict its continuation.
   """
 
   tokens: np.ndarray
-  tree: Tree
+  tree: Tree | None
   predictors: dict[int, np.ndarray]
 
   @classmethod
-  def of(cls, rows: Sequence[_Row]) -> "_Batch":
-    """Stacks rows, without columns that are padding in all of them."""
-    width = _padded(max(row.size for row in rows))
+  def of(cls, rows: Sequence[_Row], width: int, *, has_tree: bool) -> "_Batch":
+    """Stacks the first `width` columns of rows."""
     stack = lambda name: np.stack([getattr(row, name)[:width] for row in rows])
     predictors = {
       member: index * width + path
       for index, row in enumerate(rows)
       for member, path in row.predictors.items()
     }
-    return cls(stack("tokens"), Tree(stack("positions"), stack("ends")), predictors)
+    tree = Tree(stack("positions"), stack("ends")) if has_tree else None
+    return cls(stack("tokens"), tree, predictors)
 
 
 def _padded(size: int) -> int:
   return -(-size // LENGTH_STEP) * LENGTH_STEP
 
 
+def _lengths(
+  sizes: Sequence[int], shapes: CallShapes, is_shared: bool
+) -> Callable[[int], int]:
+  """Returns what maps the size of a request to the length of its row.
+
+  Where calls have fixed shapes there are two lengths: that of the longest request, and
+  the shorter one that spares the most. Rows that requests share are full whatever
+  their length, and spare keys that a token is compared with; other rows spare padding.
+  """
+  shortest = shapes.row if is_shared else LENGTH_STEP
+  power = lambda size: max(shortest, 1 << (size - 1).bit_length())
+  if not shapes.is_fixed:
+    return power if is_shared else _padded
+  found = sorted({power(size) for size in sizes})
+  weights = sizes if is_shared else [1] * len(sizes)
+  cost = lambda short: sum(
+    weight * (short if size <= short else found[-1])
+    for size, weight in zip(sizes, weights, strict=True)
+  )
+  short = min(found, key=cost)
+  return lambda size: short if size <= short else found[-1]
+
+
 def _families(
-  requests: Sequence[Request], inputs: Sequence[np.ndarray], is_shared: bool
+  inputs: Sequence[np.ndarray], length_of: Callable[[int], int], is_shared: bool
 ) -> Iterator[tuple[int, _Family]]:
   """Yields each family and the length of its row; one request each if not shared."""
   length, family, before = 0, _Family(0, []), np.zeros(0, np.int32)
   # The prefix in common with any request before is that with the one just before.
-  for member in sorted(range(len(requests)), key=lambda m: inputs[m].tolist()):
+  for member in sorted(range(len(inputs)), key=lambda m: inputs[m].tolist()):
     ids = inputs[member]
     tokens = family.tokens + len(ids) - _common(ids, before)
     is_near = 2 * _common(ids, before) >= len(ids)
@@ -153,15 +175,13 @@ def _families(
       continue
     if family.members:
       yield length, family
-    length, family = _padded(len(ids)), _Family(len(ids), [member])
-    if is_shared:
-      length = max(ROW, 1 << (len(ids) - 1).bit_length())
+    length, family = length_of(len(ids)), _Family(len(ids), [member])
   if family.members:
     yield length, family
 
 
 def _rows(
-  requests: Sequence[Request], longest: int, is_shared: bool
+  requests: Sequence[Request], longest: int, is_shared: bool, shapes: CallShapes
 ) -> dict[int, list[_Row]]:
   """Packs requests into rows, by the length of the rows; one a row if not shared.
 
@@ -169,9 +189,10 @@ def _rows(
   row with room.
   """
   inputs = [request.inputs(longest) for request in requests]
+  length_of = _lengths([len(ids) for ids in inputs], shapes, is_shared)
   rows: dict[int, list[_Row]] = {}
   last: dict[int, _Row] = {}
-  for length, (tokens, members) in _families(requests, inputs, is_shared):
+  for length, (tokens, members) in _families(inputs, length_of, is_shared):
     known, row = rows.setdefault(length, []), last.get(length)
     if row and not row.has_room(tokens, inputs[members[0]]):
       row = next((other for other in known if other.size + tokens <= length), None)
@@ -185,18 +206,29 @@ def _rows(
 
 
 def _batches(
-  requests: Sequence[Request], longest: int, is_shared: bool
+  requests: Sequence[Request], longest: int, is_shared: bool, shapes: CallShapes
 ) -> Iterator[_Batch]:
-  """Batches rows of one length; rows less than half as full begin another batch."""
-  for length, rows in sorted(_rows(requests, longest, is_shared).items()):
-    count = max(1, BATCH_TOKENS // length)
+  """Batches rows of one length.
+
+  Batches of a fixed shape are filled up with empty rows. Else rows less than half as
+  full as the first begin another batch, and columns that are padding in all are cut.
+  """
+  for length, rows in sorted(_rows(requests, longest, is_shared, shapes).items()):
+    count = max(1, shapes.tokens // length)
+    if shapes.is_fixed:
+      has_tree = is_shared and not all(row.is_sequence for row in rows)
+      rows += [_Row(length) for _ in range(-len(rows) % count)]
+      for start in range(0, len(rows), count):
+        yield _Batch.of(rows[start : start + count], length, has_tree=has_tree)
+      continue
     batch: list[_Row] = []
+    width = lambda batch: _padded(max(row.size for row in batch))
     for row in sorted(rows, key=lambda row: -row.size):
       if batch and (len(batch) == count or 2 * row.size < batch[0].size):
-        yield _Batch.of(batch)
+        yield _Batch.of(batch, width(batch), has_tree=is_shared)
         batch = []
       batch.append(row)
-    yield _Batch.of(batch)
+    yield _Batch.of(batch, width(batch), has_tree=is_shared)
 
 
 @execution.jit(static_argnames="model")
@@ -214,37 +246,53 @@ def _predict(
   return likelihoods, (wanted == top) & ~is_second
 
 
+@execution.jit()
+def _take(hidden: jax.Array, nodes: jax.Array) -> jax.Array:
+  """Takes tokens of a batch `[B, T, d]` by their indices in it: `[C, d]`."""
+  return hidden.reshape(-1, hidden.shape[-1])[nodes]
+
+
 def _score_group(
   model: CausalLanguageModel,
   params: Params,
   batches: Sequence[_Batch],
   hiddens: Sequence[jax.Array],
   requests: Sequence[Request],
+  shapes: CallShapes,
 ) -> dict[int, Score]:
   """Scores the requests of batches from what leaves the last layer.
 
-  What several choices predict after the same tokens is predicted once.
+  What several choices predict after the same tokens is predicted once. From a GPU come
+  scores alone; on a CPU the tokens of all batches fill up the calls of the head.
   """
-  states, targets, places, count = [], [], {}, 0
+  sources: list[tuple[jax.Array | np.ndarray, np.ndarray, np.ndarray]] = []
+  places: dict[int, np.ndarray] = {}
+  count = 0
   for batch, hidden in zip(batches, hiddens, strict=True):
     members = list(batch.predictors)
+    if not members:
+      continue
     nodes = np.concatenate([batch.predictors[member] for member in members])
     wanted = np.concatenate([requests[member].continuation for member in members])
     pairs, index = np.unique(np.stack([nodes, wanted]), axis=1, return_inverse=True)
-    states.append(np.asarray(hidden).reshape(-1, hidden.shape[-1])[pairs[0]])
-    targets.append(pairs[1].astype(np.int32))
+    nodes, wanted = pairs.astype(np.int32)
+    sources.append((hidden, nodes, wanted))
     ends = np.cumsum([len(batch.predictors[member]) for member in members])
     places |= zip(members, np.split(count + index.ravel(), ends[:-1]), strict=True)
-    count += pairs.shape[1]
-  padding = 0, -count % HEAD_STEP
-  inputs = np.pad(np.concatenate(states), (padding, (0, 0)))
-  wanted = np.pad(np.concatenate(targets), padding)
-  parts = [
-    _predict(
-      model, params, inputs[start : start + HEAD_CHUNK], wanted[start:][:HEAD_CHUNK]
-    )
-    for start in range(0, len(wanted), HEAD_CHUNK)
-  ]
+    count += len(nodes) + (-len(nodes) % shapes.head_step if shapes.is_fixed else 0)
+  if not shapes.is_fixed:
+    flat = [np.asarray(h).reshape(-1, h.shape[-1])[nodes] for h, nodes, _ in sources]
+    wanted = np.concatenate([targets for *_, targets in sources])
+    sources = [(np.concatenate(flat), np.arange(count), wanted)]
+  parts = []
+  for states, nodes, targets in sources:
+    padding = 0, -len(nodes) % shapes.head_step
+    nodes, targets = np.pad(nodes, padding), np.pad(targets, padding)
+    for start in range(0, len(nodes), shapes.head):
+      call = slice(start, start + shapes.head)
+      taken = _take(states, nodes[call]) if shapes.is_fixed else states[nodes[call]]
+      parts.append(_predict(model, params, taken, targets[call]))
+  parts = jax.device_get(parts)
   likelihoods, is_likeliest = map(np.concatenate, zip(*parts, strict=True))
   return {
     member: Score(
@@ -261,11 +309,13 @@ def score(
   *,
   max_length: int,
   on_progress: Callable[[int, int], None] | None = None,
+  shapes: CallShapes | None = None,
 ) -> list[Score]:
   """Scores continuations in the order of the requests; params may be on disk.
 
   The oldest tokens of requests beyond `max_length` are cut. `on_progress` is called
-  repeatedly with (done, requests).
+  repeatedly with (done, requests). `shapes` are those of a device's calls, by default
+  `device_calls.of_device()`.
 
   Raises:
     ValueError: A continuation alone is longer than `max_length`, or an id is outside
@@ -283,15 +333,19 @@ def score(
         mend="use a model with more",
       )
   outer = streams.outer_params(model, params)
-  is_shared = isinstance(model, CausalLM)
-  batches = list(_batches(requests, max_length, is_shared))
+  is_shared, shapes = isinstance(model, CausalLM), shapes or device_calls.of_device()
+  batches = list(_batches(requests, max_length, is_shared, shapes))
   scores: dict[int, Score] = {}
   for start in range(0, len(batches), GROUP):
     group = batches[start : start + GROUP]
-    tokens = [jnp.asarray(batch.tokens) for batch in group]
-    trees = [batch.tree for batch in group] if is_shared else None
-    hiddens = streams.final_hiddens(model, params, tokens, trees=trees)
-    scores |= _score_group(model, outer, group, hiddens, requests)
+    # Put on the device once: every layer reads the trees.
+    tokens, trees = jax.device_put(
+      ([batch.tokens for batch in group], [batch.tree for batch in group])
+    )
+    hiddens = streams.final_hiddens(
+      model, params, tokens, trees=trees if is_shared else None
+    )
+    scores |= _score_group(model, outer, group, hiddens, requests, shapes)
     if on_progress:
       on_progress(len(scores), len(requests))
   return [scores[index] for index in range(len(requests))]

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from mxjax.evaluation import device_calls
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.models import CausalLM
 
@@ -35,6 +36,17 @@ def test_kl_and_flips_equal_the_dense_float64_form(long_model, tiny_params):
   assert summary["predictions"] == 2 * 299
   assert summary["kl_mean"] == pytest.approx(want.mean(), rel=1e-3)
   assert summary["kl_median"] <= summary["kl_p99"] <= summary["kl_max"]
+
+
+def test_windows_that_share_a_call_agree_as_much(long_model, tiny_params):
+  params, other = tiny_params, jax.tree.map(lambda leaf: 2 * leaf, tiny_params)
+  several = np.concatenate([TOKENS, TOKENS[:1, ::-1]])
+  together = dataclasses.replace(device_calls.GPU, tokens=600)
+  got = agreement(long_model, params, other, several, shapes=together)
+  want = agreement(long_model, params, other, several)
+  assert got.divergence.shape == (3, 299)
+  np.testing.assert_allclose(got.divergence, want.divergence, atol=1e-5)
+  np.testing.assert_array_equal(got.is_flipped, want.is_flipped)
 
 
 def test_a_model_agrees_with_itself(long_model, tiny_params):

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.evaluation.device_calls import CallShapes
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
 from mxjax.evaluation.measures.perplexity import perplexity, perturbed, window_losses
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM
 from mxjax.numerics.realization.activation_quantizers import Nearest
+from tests.compiled import compiled_programs
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +119,28 @@ def test_windows_too_short_are_refused(setting):
   model, params, _, _ = setting
   with pytest.raises(ValueError, match="length >= 2"):
     perplexity(model, params, np.zeros((2, 1), np.int32))
+
+
+FIXED = CallShapes(tokens=160, row=64, is_fixed=True, head=32, head_step=32)
+"""Four windows of 40 tokens a call."""
+
+
+def test_windows_that_share_a_call_have_the_same_losses(setting):
+  model, params, tokens, quantized = setting
+  several = np.concatenate([tokens, tokens[::-1]])[:5]
+  for tree, bound in ((params, 1e-5), (quantized, 2e-3)):
+    # Only sums have another order; under 4 bits that can move an input.
+    together = window_losses(model, tree, several, shapes=FIXED)
+    np.testing.assert_allclose(
+      together, window_losses(model, tree, several), rtol=bound
+    )
+
+
+def test_another_text_compiles_nothing_and_layers_share_a_program(setting):
+  model, params, tokens, _ = setting
+  with compiled_programs() as names:
+    window_losses(model, params, tokens, shapes=FIXED)
+  assert model.num_layers == 2 and names.count("_layer") <= 1
+  with compiled_programs() as names:
+    window_losses(model, params, np.concatenate([tokens] * 3), shapes=FIXED)
+  assert names == []

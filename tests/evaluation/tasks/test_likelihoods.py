@@ -6,10 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from mxjax.evaluation import device_calls
+from mxjax.evaluation.device_calls import CallShapes
 from mxjax.evaluation.tasks import likelihoods
 from mxjax.evaluation.tasks.likelihoods import Request
 from mxjax.models import CausalLM
 from tests import tiny
+from tests.compiled import compiled_programs
 
 FAMILIES = {
   "llama": {},
@@ -35,14 +38,15 @@ def requests():
   return [*shared, Request(part, draw(4)), *alone, moved, Request(draw(70), draw(5))]
 
 
-@pytest.fixture
-def small_rows(monkeypatch):
-  """Several rows a batch and several batches, of rows that few requests fill."""
-  monkeypatch.setattr(likelihoods, "ROW", 32)
-  monkeypatch.setattr(likelihoods, "BATCH_TOKENS", 64)
+SMALL = CallShapes(tokens=64, row=32, is_fixed=False, head=8, head_step=4)
+"""Several rows a batch and several batches, of rows that few requests fill."""
+FIXED = dataclasses.replace(SMALL, is_fixed=True)
+SHAPES = {"cut": SMALL, "fixed": FIXED}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
   monkeypatch.setattr(likelihoods, "GROUP", 2)
-  monkeypatch.setattr(likelihoods, "HEAD_CHUNK", 8)
-  monkeypatch.setattr(likelihoods, "HEAD_STEP", 4)
 
 
 def alone(run, request):
@@ -62,7 +66,7 @@ def made(**changes):
   return model, jax.tree.map(lambda leaf: leaf * (5 if leaf.ndim > 1 else 1), params)
 
 
-def check(model, params):
+def check(model, params, shapes):
   given, run = requests(), jax.jit(lambda ids: model.apply({"params": params}, ids))
   # A greedy continuation as well, in a row with others.
   prompt = given[0].context
@@ -70,7 +74,12 @@ def check(model, params):
   given.append(Request(prompt, np.asarray([greedy], np.int32)))
   progress = []
   found = likelihoods.score(
-    model, params, given, max_length=64, on_progress=lambda *at: progress.append(at)
+    model,
+    params,
+    given,
+    max_length=64,
+    on_progress=lambda *at: progress.append(at),
+    shapes=shapes,
   )
   want = [alone(run, request) for request in given]
   got = [score.log_likelihood for score in found]
@@ -80,9 +89,10 @@ def check(model, params):
   assert progress[-1] == (len(given), len(given))
 
 
+@pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_each_request_alone(small_rows, family):
-  check(*made(**FAMILIES[family]))
+def test_scores_are_those_of_each_request_alone(family, shapes):
+  check(*made(**FAMILIES[family]), SHAPES[shapes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +119,10 @@ class OfYourOwn:
     return self.inner.apply(variables, tokens)
 
 
-def test_models_of_the_protocol_alone_are_scored_one_request_a_row(small_rows):
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_models_of_the_protocol_alone_are_scored_one_request_a_row(shapes):
   model, params = made()
-  check(OfYourOwn(model), params)
+  check(OfYourOwn(model), params, SHAPES[shapes])
 
 
 def test_a_shared_prefix_is_run_once():
@@ -119,24 +130,70 @@ def test_a_shared_prefix_is_run_once():
   ends = [np.asarray([first, 5, 6], np.int32) for first in range(1, 9)]
   given = [Request(prompt, np.append(end, draw(1))) for end in ends]
   count = lambda batches: sum((batch.tokens != 0).sum() for batch in batches)
-  assert count(likelihoods._batches(given, 512, is_shared=True)) == 100 + 8 * 3
-  assert count(likelihoods._batches(given, 512, is_shared=False)) == 8 * 103
+  for shapes in (device_calls.CPU, device_calls.GPU):
+    assert count(likelihoods._batches(given, 512, True, shapes)) == 100 + 8 * 3
+    assert count(likelihoods._batches(given, 512, False, shapes)) == 8 * 103
 
 
-def shapes(given):
-  return [b.tokens.shape for b in likelihoods._batches(given, 512, is_shared=True)]
+def different(*sizes):
+  """Requests of these sizes that share nothing."""
+  filled = [np.full(size, first, np.int32) for first, size in enumerate(sizes, 1)]
+  return [Request(ids, draw(1)) for ids in filled]
 
 
-def test_a_family_fills_up_a_row_before_the_last(small_rows):
-  sizes = {1: 18, 2: 30, 3: 10}
-  given = [Request(np.full(n, first, np.int32), draw(1)) for first, n in sizes.items()]
-  assert shapes(given) == [(2, 32)]
+def batches(given, shapes, is_shared=True):
+  return list(likelihoods._batches(given, 2048, is_shared, shapes))
+
+
+def test_a_family_fills_up_a_row_before_the_last():
+  assert [b.tokens.shape for b in batches(different(18, 30, 10), SMALL)] == [(2, 32)]
 
 
 def test_a_row_of_little_is_not_padded_to_full_ones():
-  sizes = {1: 250, 2: 249, 3: 40}
-  given = [Request(np.full(n, first, np.int32), draw(1)) for first, n in sizes.items()]
-  assert shapes(given) == [(2, 256), (1, 64)]
+  made = batches(different(250, 249, 40), device_calls.CPU)
+  assert [b.tokens.shape for b in made] == [(2, 256), (1, 64)]
+
+
+def test_fixed_calls_have_two_widths_chosen_from_the_requests():
+  widths = lambda *args: {b.tokens.shape for b in batches(*args)}
+  gpu = device_calls.GPU
+  assert widths(different(*range(20, 60)), gpu) == {(8, 512)}
+  # Few tokens need rows of 1024: they join those of 2048.
+  some = different(*[100] * 50, 600, 1500, 1501)
+  assert widths(some, gpu) == {(8, 512), (2, 2048)}
+  # Here most do.
+  assert widths(different(100, *[600] * 20, 1500), gpu) == {(4, 1024), (2, 2048)}
+  # Without trees padding counts, not keys.
+  assert widths(different(*[100] * 50, 600), gpu, False) == {(32, 128), (4, 1024)}
+
+
+def test_rows_of_one_sequence_each_have_no_tree():
+  has_tree = lambda *args: [b.tree is not None for b in batches(*args)]
+  assert has_tree(different(32, 30), FIXED) == [False]
+  assert has_tree(different(32, 9, 10), FIXED) == [True]
+  assert has_tree(different(32, 30), SMALL) == [True]
+  prompt = draw(8)
+  assert has_tree([Request(prompt, draw(2)), Request(prompt, draw(3))], FIXED) == [True]
+
+
+def test_requests_of_other_lengths_compile_nothing():
+  """The first need an embedding, a layer and a gather for both widths, and a head."""
+  model, params = made(max_positions=1024)
+  shapes = CallShapes(tokens=256, row=64, is_fixed=True, head=32, head_step=32)
+  prompts = lambda *sizes: [
+    Request(draw(size), draw(int(end))) for size in sizes for end in (2, 5, 3)
+  ]
+  score = lambda given: likelihoods.score(
+    model, params, given, max_length=512, shapes=shapes
+  )
+  first = prompts(30, 12, 41, 25, 100, 8, 3)
+  with compiled_programs() as names:
+    score(first)
+  assert sorted(names) == [*["_embed"] * 2, *["_layer"] * 2, "_predict", *["_take"] * 2]
+  with compiled_programs() as names:
+    score(prompts(*range(5, 50, 3), 120, 70))
+    score(prompts(11, 90)[::-1])
+  assert names == []
 
 
 def test_what_choices_predict_alike_is_predicted_once(monkeypatch):
@@ -144,11 +201,12 @@ def test_what_choices_predict_alike_is_predicted_once(monkeypatch):
   predict, counts = likelihoods._predict, []
   counting = lambda *given: counts.append(len(given[-1])) or predict(*given)
   monkeypatch.setattr(likelihoods, "_predict", counting)
-  monkeypatch.setattr(likelihoods, "HEAD_STEP", 1)
   prompt, alike = draw(9), draw(5)
   given = [Request(prompt, np.append(alike, np.int32(end))) for end in (3, 4)]
-  likelihoods.score(model, params, given, max_length=64)
-  assert counts == [5 + 2]
+  for shapes in SHAPES.values():
+    exact = dataclasses.replace(shapes, head_step=1)
+    likelihoods.score(model, params, given, max_length=64, shapes=exact)
+  assert counts == [5 + 2] * 2
 
 
 @dataclasses.dataclass(frozen=True)

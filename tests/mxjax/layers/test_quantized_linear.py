@@ -15,7 +15,7 @@ from mxjax.layers import inference_packing
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode, Unrounded
 from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard
