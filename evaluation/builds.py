@@ -17,8 +17,7 @@ from mxjax.calibration.calibration import Calibration, Params, token_fingerprint
 from mxjax.calibration.store import params_digest
 from mxjax.devices import processes
 from mxjax.errors import FileNotFoundRefusal, ValueRefusal
-from mxjax.evaluation import names
-from mxjax.evaluation.provenance import made_by
+from mxjax.evaluation import provenance
 from mxjax.evaluation.report import page
 from mxjax.evaluation.subjects import (
   Prepared,
@@ -103,7 +102,7 @@ class BuildOptions:
   Attributes:
     chunk: Sequences in a device call.
     save_every: Layers after which the hidden states are written, to go on from after a
-      kill; None decides by their size.
+      kill; with None a resumed build replays the finished layers.
     check: Whether a model that collapsed is an error.
     store: Folder with the float model's hidden states and Hessians, which builds on the
       same model and tokens share.
@@ -201,7 +200,7 @@ def build(
     row["record"]["calibration"] |= {
       "seed": prepared.sample.seed,
       "data": prepared.sample.source or "embedded",
-      "model": names.short_name(prepared.name),
+      "model": provenance.short_name(prepared.name),
     }
     steps = evaluation_steps(begin("float model"), subject.model.num_layers)
     row["float_perplexity"] = subject.float_perplexities(steps)
@@ -209,7 +208,7 @@ def build(
     row |= {
       "layers_on_disk": is_on_disk,
       "shared_with": list(map(str, shared)),
-      "made_by": made_by(command),
+      "made_by": provenance.made_by(command),
     }
     if not (folder / checkpoint.CHECKPOINT).exists():
       save_checkpoint(
@@ -313,7 +312,7 @@ def finish(
 
   The report's title is `what` and the last part of the model's name or path.
   """
-  title = f"{what} {names.short_name(model)}"
+  title = f"{what} {provenance.short_name(model)}"
   with atomic_io.explaining(folder):
     atomic_io.write_json(folder / "result.json", rows, indent=1)
     subtitle = f"{model}, strict MXFP4 W4A4"

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from mxjax import methods, models
 from mxjax.audit import sizes
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation import names, results, subjects
-from mxjax.evaluation.provenance import made_by
+from mxjax.evaluation import provenance, results, subjects
 from mxjax.evaluation.tasks import seven_tasks
 from mxjax.layers import inference_packing
 from mxjax.storage import atomic_io, checkpoint
@@ -84,11 +83,11 @@ def evaluate_perplexity(
   params: Any = models.from_pretrained(float_model)[1] if is_compared else {}
   subject = evaluation.subject(model, params, tokenizer, mesh)
   return {
-    "checkpoint": source or names.DEFAULT_MODEL,
+    "checkpoint": source or provenance.DEFAULT_MODEL,
     "storage": packing.found_in(quantized),
     **subject.measure(quantized, on_window=on_window),
     "attention": subject.attention,
-    "made_by": made_by(command),
+    "made_by": provenance.made_by(command),
     "size": sizes.size_report(quantized),
   }
 
@@ -106,13 +105,13 @@ def _check_float_model(
     raise ValueRefusal(
       "evaluate",
       expected="a folder written by `quantize` to compare with the float model",
-      got=f"{source or names.DEFAULT_MODEL}, which is a float model",
+      got=f"{source or provenance.DEFAULT_MODEL}, which is a float model",
       mend="leave --operator-error and --agreement out",
     )
   manifest = checkpoint.read_manifest(subjects.checkpoint_folder(source))
-  name = (manifest["calibration"] or {}).get("model") or names.DEFAULT_MODEL
+  name = (manifest["calibration"] or {}).get("model") or provenance.DEFAULT_MODEL
   expected = f"--model with the float model of {source}, {name}"
-  if float_model is None and name != names.DEFAULT_MODEL:
+  if float_model is None and name != provenance.DEFAULT_MODEL:
     raise ValueRefusal("evaluate", expected, got="none")
   config = models.ModelConfig.from_dict(manifest["model_config"])
   exact = models.load_config(float_model, dtype=config.dtype)
@@ -121,7 +120,7 @@ def _check_float_model(
     raise ValueRefusal(
       "evaluate",
       expected,
-      got=f"{float_model or names.DEFAULT_MODEL} of another {', '.join(differs)}",
+      got=f"{float_model or provenance.DEFAULT_MODEL} of another {', '.join(differs)}",
       mend="name the model that was quantized",
     )
   method = methods.base_name((manifest["program"] or {}).get("name", ""))
@@ -204,7 +203,7 @@ def evaluate_tasks(
   result = results.to_json(
     tasks=measured,
     item_source=data.item_source,
-    made_by=made_by(command),
+    made_by=provenance.made_by(command),
     dtype=model.config.dtype,
     attention=model.attention,
     **facts,
@@ -217,7 +216,7 @@ def evaluate_tasks(
 def _facts(source: str | os.PathLike[str] | None) -> dict[str, Any]:
   """Returns what results name a model by, and how it was made."""
   if not subjects.is_checkpoint(source):
-    name = names.short_name(str(source)) if source else names.DEFAULT_MODEL
+    name = provenance.short_name(str(source)) if source else provenance.DEFAULT_MODEL
     return {"model": name, "method": results.FLOAT, "seed": None}
   folder = subjects.checkpoint_folder(pathlib.Path(str(source)))
   manifest = checkpoint.read_manifest(folder)

@@ -1,4 +1,7 @@
-"""By what a result was made: command, machine and versions."""
+"""How a result names its model, and by what it was made.
+
+It imports JAX only where a result is made, because help texts read the names.
+"""
 
 import datetime
 import os
@@ -9,17 +12,19 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-import jax
-
+DEFAULT_MODEL = "SmolLM2-135M"
+"""Name of the embedded model."""
 PACKAGES = ("mxjax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
-def _processor() -> str:
-  """Returns the name of the processor, where the system tells, or its architecture."""
-  file = pathlib.Path("/proc/cpuinfo")
-  lines = file.read_text().splitlines() if file.is_file() else []
-  names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-  return next(names, platform.machine())
+def short_name(model: str) -> str:
+  """Returns the last part of a model's path or hub id, also of `.` and `..`."""
+  return os.path.basename(os.path.abspath(model))
+
+
+def source(model: str) -> str | None:
+  """Returns what loads a model of this name: None for the embedded one."""
+  return None if model == DEFAULT_MODEL else model
 
 
 def made_by(command: Sequence[str]) -> dict[str, Any]:
@@ -27,10 +32,16 @@ def made_by(command: Sequence[str]) -> dict[str, Any]:
 
   `command` are the words after `mxjax`.
   """
+  import jax
+
   device = jax.devices()[0]
   kind = f"{device.device_kind} x {jax.device_count()}"
   if device.platform == "cpu":
-    kind = f"{_processor()}, {os.cpu_count()} cores"
+    # JAX calls every processor "cpu"; the system may tell its name.
+    file = pathlib.Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+    kind = f"{next(names, platform.machine())}, {os.cpu_count()} cores"
   installed = {}
   for name in PACKAGES:
     try:

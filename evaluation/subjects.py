@@ -20,7 +20,7 @@ from mxjax.calibration.calibration import (
 )
 from mxjax.devices.placement import Placement
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation import datasets, names
+from mxjax.evaluation import datasets, provenance
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import Perplexity, perplexity
@@ -267,7 +267,7 @@ def prepare(
   tokenizer = models.load_tokenizer(model)
   tokens = sample.load(tokenizer)
   subject = evaluation.subject(exact, params, tokenizer, mesh)
-  return Prepared(model or names.DEFAULT_MODEL, tokenizer, subject, sample, tokens)
+  return Prepared(model or provenance.DEFAULT_MODEL, tokenizer, subject, sample, tokens)
 
 
 def stays_on_disk(config: models.ModelConfig, on_disk: bool | None = None) -> bool:

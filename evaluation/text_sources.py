@@ -118,8 +118,13 @@ def documents(source: str | None, split: str) -> tuple[list[str], str]:
   data = read_text(path)
   if {".jsonl", ".json"} & set(path.suffixes):
     # Not by `splitlines`: JSON may hold other breaks of lines as they are.
-    lines = enumerate(data.split(b"\n"), 1)
-    return [_line(path, *line) for line in lines if line[1].strip()], "\n\n"
+    found = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+      if line.strip():
+        place, mend = f"{path}, line {number}", "correct or remove the line"
+        with refusing(place, 'a JSON object with a "text"', mend):
+          found.append(parse_json(line, Line).text)
+    return found, "\n\n"
   with refusing(path, "a text in UTF-8", "convert it"):
     return [data.decode().replace("\r\n", "\n").replace("\r", "\n")], "\n\n"
 
@@ -128,9 +133,3 @@ class Line(pydantic.BaseModel):
   """What a line of a JSONL file must have."""
 
   text: str
-
-
-def _line(path: pathlib.Path, number: int, line: bytes) -> str:
-  place = f"{path}, line {number}"
-  with refusing(place, 'a JSON object with a "text"', "correct or remove the line"):
-    return parse_json(line, Line).text

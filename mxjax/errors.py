@@ -105,13 +105,31 @@ class BlockingIORefusal(OSRefusal, BlockingIOError):
   """Another process holds a file or folder."""
 
 
+_REBUILT = (
+  ArithmeticError,
+  AssertionError,
+  AttributeError,
+  FloatingPointError,
+  IndexError,
+  NotImplementedError,
+  OverflowError,
+  RuntimeError,
+  TypeError,
+  ZeroDivisionError,
+)
+"""Built-in exceptions that a text alone rebuilds, if they were made of one."""
+
+
 @contextlib.contextmanager
 def within(place: Place) -> Iterator[None]:
   """Puts `place` before the place of what is refused in this block.
 
-  A ValueError that is no `Refusal`, such as one of a user's own program, becomes a
-  plain ValueError with `place` before its text, raised from the first: constructors of
-  subclasses, such as UnicodeDecodeError, take other arguments than a text.
+  Errors that are no `Refusal`, such as those of a user's own program, tell it, too. A
+  built-in error of one text gets `place` before that text, raised from the first. Any
+  ValueError becomes a plain one: constructors of subclasses, such as
+  UnicodeDecodeError, take other arguments than a text. All other errors, such as a
+  KeyError or those of JAX's tracing, stay as they are and carry `place` as a note,
+  which a traceback shows.
   """
   try:
     yield
@@ -119,3 +137,9 @@ def within(place: Place) -> Iterator[None]:
     raise error.within(place) from error
   except ValueError as error:
     raise ValueError(f"{os.fspath(place)}: {error}") from error
+  except Exception as error:
+    is_of_one_text = len(error.args) == 1 and isinstance(error.args[0], str)
+    if type(error) in _REBUILT and is_of_one_text:
+      raise type(error)(f"{os.fspath(place)}: {error}") from error
+    error.add_note(f"This happened in {os.fspath(place)}.")
+    raise

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from mxjax import methods, models
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation import builds, evaluating, names, subjects
+from mxjax.evaluation import builds, evaluating, provenance, subjects
 from mxjax.evaluation.measures.cost import running_cost
 from mxjax.evaluation.measures.local_errors import local_errors
 from mxjax.evaluation.results import FLOAT
@@ -44,7 +44,7 @@ class Build(NamedTuple):
   @property
   def name(self) -> str:
     """The model's name in results."""
-    return names.short_name(self.model)
+    return provenance.short_name(self.model)
 
   def folder(self, out: pathlib.Path) -> pathlib.Path:
     """Returns the folder of its jobs."""
@@ -223,7 +223,7 @@ class Reproduction(runner.Work[Job]):
   def perform(self, job: Job) -> None:
     build, place = job.build, job.place(self.out)
     job.clear(self.out)
-    made = names.source(build.model)
+    made = provenance.source(build.model)
     if build.method != FLOAT:
       made = str(Job(build, BUILD).place(self.out))
     if job.what == BUILD:
@@ -247,7 +247,7 @@ class Reproduction(runner.Work[Job]):
     shares = build not in self.timed
     linears = shared_linears(build, self.builds, self.out) if shares else None
     prepared = subjects.prepare(
-      names.source(build.model),
+      provenance.source(build.model),
       self.settings.sample_of(build.seed),
       self.settings.evaluation,
       dtype=self.settings.dtype,
@@ -276,7 +276,7 @@ class Reproduction(runner.Work[Job]):
     tokens = settings.unseen_tokens(build.seed, tokenizer)
     if job.what == "cost":
       return running_cost(model, params, tokens[0])
-    exact = models.from_pretrained(names.source(build.model))[1]
+    exact = models.from_pretrained(provenance.source(build.model))[1]
     return local_errors(model, exact, params, tokens)
 
   def check(self, job: Job) -> None:

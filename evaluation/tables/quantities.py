@@ -155,15 +155,15 @@ def _minutes(row: Any) -> float:
   return row["seconds"] / 60
 
 
-def _sizes(row: Any) -> tuple[float, float, float]:
-  """Returns bytes of maps, of all auxiliary tensors, and of the model in bfloat16."""
-  linears = row["size"]["quantized_linears"]
-  auxiliary = linears["maps"] + linears["rounding"] + row["size"]["recovery"]
-  return linears["maps"], auxiliary, row["size"]["bf16_total"]
-
-
 def _storage(head: str, form: str, read: Callable[[float, float, float], float]) -> Any:
-  return _fact(head, form, "build", lambda row: read(*_sizes(row)))
+  """Reads bytes of maps, of all auxiliary tensors, and of the model in bfloat16."""
+
+  def of_build(row: Any) -> float:
+    linears, size = row["size"]["quantized_linears"], row["size"]
+    auxiliary = linears["maps"] + linears["rounding"] + size["recovery"]
+    return read(linears["maps"], auxiliary, size["bf16_total"])
+
+  return _fact(head, form, "build", of_build)
 
 
 _THREE, _SEVEN = fitness.FIT3_TASKS, tuple(SEVEN)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mxjax import models
 from mxjax.audit import plan
-from mxjax.evaluation import names, results
+from mxjax.evaluation import provenance, results
 from mxjax.evaluation.report.tables import Table
 from mxjax.evaluation.results import Result
 from mxjax.evaluation.tables import (
@@ -108,7 +108,7 @@ def planned(request: Request, out: pathlib.Path | None) -> tuple[Table, float | 
   given = request.settings
   plans = {
     model: plan.plan(
-      models.load_config(names.source(model), dtype=given.dtype),
+      models.load_config(provenance.source(model), dtype=given.dtype),
       sequences=given.sample.sequences,
       length=given.sample.length,
     )

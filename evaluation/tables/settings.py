@@ -10,7 +10,7 @@ import numpy as np
 
 from mxjax import models
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation import datasets, names, text_sources
+from mxjax.evaluation import datasets, provenance, text_sources
 from mxjax.evaluation.evaluating import TaskData
 from mxjax.evaluation.subjects import CalibrationSample, Evaluation
 from mxjax.evaluation.tasks.seven_tasks import EMBEDDED
@@ -123,7 +123,7 @@ class Settings:
     found, sample, tasks = [], self.sample, self.tasks
     if (sample.sequences, sample.length) != (SEQUENCES, LENGTH):
       found.append(f"{sample.sequences} x {sample.length} calibration tokens")
-    dtype = lambda model: self.dtype or models.default_dtype(names.source(model))
+    dtype = lambda model: self.dtype or models.default_dtype(provenance.source(model))
     if wide := [model for model in models_ if dtype(model) != "bfloat16"]:
       of = "" if wide == [*models_] else f" of {', '.join(map(_name, wide))}"
       found.append(f"float32 arithmetic{of}")

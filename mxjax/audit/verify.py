@@ -149,8 +149,11 @@ def _check_params(
   for name, shape in shapes.items():
     node = nodes.pop(name, None)
     is_target = name.startswith("layers_") and name.split("/")[-2] in contract.targets
-    if fault := _shape_fault(node, shape):
-      audit.faults.append(f"{name} {fault}.")
+    found = tuple(getattr(node, "shape", ()))
+    if node is None:
+      audit.faults.append(f"{name} is missing.")
+    elif found != shape:
+      audit.faults.append(f"{name} has shape {found}, expected {shape}.")
     elif isinstance(node, QuantizedLinear):
       if node.rules != contract.rules:
         audit.faults.append(f"{name} has {node.rules}, not the contract's.")
@@ -194,13 +197,6 @@ def _check_arithmetic(
     for name in sorted((stated.keys() | found) - elsewhere)
     if stated.get(name) != found.get(name)
   ]
-
-
-def _shape_fault(node: Any, expected: tuple[int, ...]) -> str | None:
-  if node is None:
-    return "is missing"
-  shape = tuple(getattr(node, "shape", ()))
-  return None if shape == expected else f"has shape {shape}, expected {expected}"
 
 
 def _recovery_faults(node: Any, config: ModelConfig) -> Iterator[str]:

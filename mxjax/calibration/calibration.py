@@ -56,7 +56,7 @@ class CausalLanguageModel(Protocol):
 
 
 def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
-  """Lists the target linears of a layer as (block, name), in forward order."""
+  """Lists the target linears of a layer as (sublayer, name), in forward order."""
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
 
@@ -88,11 +88,11 @@ def model_ids(
 def replace_weights(
   layer: Params, weights: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
-  """Returns a layer's params with the weights at the given (block, name) replaced."""
+  """Returns a layer's params with the weights at these (sublayer, name) replaced."""
   new = dict(layer)
-  for (block, name), weight in weights.items():
-    linear = {**layer[block][name], "weight": weight}
-    new[block] = {**new[block], name: linear}
+  for (sublayer, name), weight in weights.items():
+    linear = {**layer[sublayer][name], "weight": weight}
+    new[sublayer] = {**new[sublayer], name: linear}
   return new
 
 

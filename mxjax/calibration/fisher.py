@@ -5,15 +5,15 @@ With g_t the gradient at the linear's output for token t, a token counts by
 .. math::
   \omega_t = (1 - a) + a \, w_t, \qquad w_t \propto \min(\|g_t\|^2 / \bar{w},\ 20),
 
-both normalized to mean 1, or by 1 if it was not differentiated. The second moment of
-what its outputs are used for is
+both normalized to mean 1; it counts by 1 if it was not differentiated. The second
+moment of what its outputs are used for is
 
 .. math::
   B^F_b = \sum_t (W^\top g_t)_b (W^\top g_t)_b^\top \Big/ \sum_t \|g_t\|^2 .
 
 For gradients of equal size in all directions B^F is W'W / m, the moment that HiRes uses
-without gradients. Not in the paper; GuidedQuant and YAQA weight reconstruction errors
-by gradients as well.
+without gradients. The paper does not have this; GuidedQuant and YAQA weight
+reconstruction errors by gradients as well.
 """
 
 import jax

@@ -170,7 +170,10 @@ def plan(
   dense, calls = _trace(run, is_layer, modules, params, example)
   if layers:
     _check_chain(calls, layers, dense)
-  rule_of = {one.path: _first_match(rules, one.path) for one in dense}
+  rule_of = {
+    one.path: next((rule for rule in rules if re.fullmatch(rule, one.path)), None)
+    for one in dense
+  }
   prefixes = [f"{call.path}/" for call in calls] or [""]
   parts = [_inside(prefix, dense, rules, rule_of) for prefix in prefixes]
   for prefix, part in zip(prefixes, parts, strict=True):
@@ -220,10 +223,6 @@ def merge_arrays(arrays: list[Any], rest: Any) -> Any:
   left = iter(arrays)
   leaves = [next(left) if hole is None else hole[0] for hole in holes]
   return jax.tree.unflatten(structure, leaves)
-
-
-def _first_match(rules: Mapping[str, Any], path: str) -> str | None:
-  return next((rule for rule in rules if re.fullmatch(rule, path)), None)
 
 
 def _inside(

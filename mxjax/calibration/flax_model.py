@@ -194,13 +194,10 @@ class BoundModule:
 
   def _layer_tree(self, layer: Params) -> dict[str, Any]:
     """Returns a layer's params in the form of its module."""
-    start, depth = self._start(0), len(self._first_path())
+    start, path = self._start(0), self.plan.layers[0]
+    depth = len(path.split("/")) if path else 0
     flat = self._flat_layer(layer).items()
     return unflatten_dict({self._keys[start + key][depth:]: leaf for key, leaf in flat})
-
-  def _first_path(self) -> list[str]:
-    path = self.plan.layers[0]
-    return path.split("/") if path else []
 
   def embed(self, params: Params, tokens: Any) -> Any:
     """Returns what enters the first layer for inputs `[examples, ...]`."""

@@ -281,9 +281,14 @@ class LinearInputs:
       places = np.arange(width, dtype=np.int32)
       return _mirrored_mean(total, places, np.float32(self.tokens))
 
-    if not self._is_narrow():
+    is_narrow = (
+      self.token_weights is None
+      and implementations.target_platform() == "gpu"
+      and self._chunks[0].dtype == jnp.bfloat16
+    )
+    if not is_narrow:
       return self.cached("hessian", compute)
-    # A name of its own, because a store may serve a CPU too.
+    # A name of its own, by which `hessian_products` says what ran, also from a store.
     return self.cached("hessian_bfloat16", lambda: compute(None))
 
   @property
@@ -293,12 +298,6 @@ class LinearInputs:
       if name in self._cache:
         return dtype
     return None
-
-  def _is_narrow(self) -> bool:
-    """Whether the Hessian's products are in bfloat16."""
-    if self.token_weights is not None or implementations.target_platform() != "gpu":
-      return False
-    return self._chunks[0].dtype == jnp.bfloat16
 
   def _moments(self) -> tuple[jax.Array, jax.Array]:
     """Returns X'X / n of every block by fold, and over all tokens."""

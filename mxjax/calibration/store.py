@@ -2,12 +2,15 @@
 
 The store holds the hidden states entering every layer and the reductions of every
 linear input, so a later run need not rerun the float layers. The key hashes the content
-of params and tokens, and the model's config or else its computation: one store can hold
-several models and calibration sets.
+of params and tokens, the model's config or else its computation, and the environment
+(`devices.environment`): one store can hold several models and calibration sets, and
+what another version, flag or device computed is never read.
 """
 
+import concurrent.futures
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -20,20 +23,37 @@ import numpy as np
 
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
-from mxjax.storage.atomic_io import read_checked, write_checked
-from mxjax.storage.tree_io import flatten
+from mxjax.devices.environment import differing, environment
+from mxjax.devices.placement import ONE_DEVICE
+from mxjax.errors import TypeRefusal
+from mxjax.storage import sealed
+from mxjax.storage.atomic_io import read_checked, write_checked, write_json
+from mxjax.storage.tree_io import array_sha256, leaves_by_path
 
 FORMAT = "checked"
-"""Of the files; another one has another key, so that its files are never read."""
+"""This names the format of the files: another one has another key and is not read."""
+ABOUT = "about.json"
+"""This file says of what, and in which environment, a store's folder was computed."""
+MOST_DIGESTS_AT_ONCE = 8
+"""So many threads digest weights; SHA-256 and copies from a device release Python."""
+
+_log = logging.getLogger(__name__)
 
 
 def params_digest(params: Params) -> str:
-  """Computes the hex SHA-256 of a float model's arrays by path, one key at a time."""
+  """Computes the hex SHA-256 of a float model's arrays by path, one key at a time.
+
+  It digests the digests of the arrays, which threads compute from their buffers where
+  these lie in the host's memory, and else from one copy of each that is under way.
+  """
   digest = hashlib.sha256()
-  for name in sorted(params):
-    for path, array in sorted(flatten(params[name]).items()):
-      digest.update(f"{name}/{path} {array.dtype} {array.shape}".encode())
-      digest.update(np.ascontiguousarray(array).tobytes())
+  threads = min(MOST_DIGESTS_AT_ONCE, os.cpu_count() or 1)
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    for name in sorted(params):
+      leaves = sorted(leaves_by_path(params[name]).items())
+      digests = pool.map(array_sha256, [leaf for _, leaf in leaves])
+      for (path, leaf), own in zip(leaves, digests, strict=True):
+        digest.update(f"{name}/{path} {leaf.dtype} {leaf.shape} {own};".encode())
   return digest.hexdigest()
 
 
@@ -72,10 +92,25 @@ def model_identity(model: CausalLanguageModel, params: Params, inputs: Any) -> A
 
   It is the model's config, where that has `to_dict`, and else the digest of what the
   model computes.
+
+  Raises:
+    TypeError: The config's `to_dict` gives what is not JSON.
   """
+  config = getattr(model, "config", None)
   # Equal weights compute other states with another rotary base, epsilon or dtype.
-  to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-  return to_dict() if to_dict else computation_digest(model, params, inputs)
+  to_dict = getattr(config, "to_dict", None)
+  if to_dict is None:
+    return computation_digest(model, params, inputs)
+  try:
+    return json.loads(json.dumps(to_dict()))
+  except (TypeError, ValueError) as error:
+    raise TypeRefusal(
+      f"{type(config).__name__}.to_dict",
+      expected="JSON, which says what the model computes",
+      got=f"what is none: {error}",
+      mend="return texts, numbers, lists and dicts of them, or leave to_dict out: the "
+      "model is then known by what it computes",
+    ) from error
 
 
 def _write(path: pathlib.Path, array: Any) -> None:
@@ -114,16 +149,50 @@ class CalibrationStore:
     root: str | os.PathLike[str],
     params: Params,
     calib: Calibration,
+    weights: str | None = None,
   ) -> None:
-    """Derives the folder from the content of params and tokens; writes nothing.
+    """Derives the folder from content and environment; writes nothing.
 
-    `root` has one subfolder for each content key, which includes `model_identity`.
+    `root` has one subfolder for each key of params, tokens, `model_identity` and
+    environment. `weights` is the `params_digest`, if it is known.
     """
     identity = model_identity(calib.model, params, calib.tokens)
     described = json.dumps(identity, sort_keys=True)
-    parts = [FORMAT, params_digest(params), calib.fingerprint, described]
-    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-    self.path = pathlib.Path(root) / key[:16]
+    parts = [FORMAT, weights or params_digest(params), calib.fingerprint, described]
+    content = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    here = json.loads(json.dumps(environment(ONE_DEVICE, calib.model)))
+    self._root = pathlib.Path(root)
+    self._about: dict[str, Any] = {"content": content, "in": here}
+    key = hashlib.sha256(sealed.canonical(self._about).encode()).hexdigest()
+    self.path = self._root / key[:16]
+
+  def open(self) -> None:
+    """Writes `ABOUT` into a new folder.
+
+    A log line says which other folders have statistics of the same content, and what
+    differs in the environment in which these were computed.
+    """
+    if (self.path / ABOUT).is_file():
+      return
+    for file in sorted(self._root.glob(f"*/{ABOUT}")):
+      try:
+        there = json.loads(file.read_bytes())
+        changed = differing(self._about["in"], there["in"])
+        is_same = there["content"] == self._about["content"]
+      except (ValueError, KeyError, TypeError, AttributeError):
+        continue  # Damaged; it is read for this line alone.
+      if is_same:
+        values = (
+          f"{name} {had} there, {now} here" for name, (had, now) in changed.items()
+        )
+        _log.warning(
+          "store: %s was computed in another environment (%s), so it is not used and "
+          "the statistics are computed again.",
+          file.parent,
+          ", ".join(values),
+        )
+    self.path.mkdir(parents=True, exist_ok=True)
+    write_json(self.path / ABOUT, self._about)
 
   def _hidden(self, index: int) -> pathlib.Path:
     return self.path / f"hidden_{index}.safetensors"

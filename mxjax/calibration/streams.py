@@ -123,8 +123,9 @@ def linear_gradients(
   """Takes gradients at a layer's output to the outputs of its linears.
 
   `cotangent`, `[sequences, n, d]`, belongs to the first n tokens of `hidden`,
-  `[sequences, T, d]`; `targets` are (block, name, out_features). Returns the gradient
-  of each by its name, `[sequences, n, out_features]`, in the dtype of `cotangent`.
+  `[sequences, T, d]`; `targets` are (sublayer, name, out_features). Returns the
+  gradient of each by its name, `[sequences, n, out_features]`, in the dtype of
+  `cotangent`.
   """
 
   def run(
@@ -135,8 +136,8 @@ def linear_gradients(
 
       def perturbed(steps: dict[str, jax.Array]) -> jax.Array:
         leaves = {
-          (block, name): Perturbed(layer[block][name]["weight"], steps[name])
-          for block, name, _ in targets
+          (sublayer, name): Perturbed(layer[sublayer][name]["weight"], steps[name])
+          for sublayer, name, _ in targets
         }
         return model.layer(replace_weights(layer, leaves), states[None])
 

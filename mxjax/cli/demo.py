@@ -4,7 +4,7 @@ import argparse
 import pathlib
 from typing import Any
 
-from mxjax.evaluation.names import DEFAULT_MODEL
+from mxjax.evaluation.provenance import DEFAULT_MODEL
 
 METHODS = ("rtn", "gptq", "brq", "hires")
 PROMPT = "The history of the steam engine begins"

@@ -8,7 +8,7 @@ from typing import Any
 
 from mxjax.cli import options as shared
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation.names import DEFAULT_MODEL
+from mxjax.evaluation.provenance import DEFAULT_MODEL
 from mxjax.evaluation.tasks import tasks
 from mxjax.intake import texts
 

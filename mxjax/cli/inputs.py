@@ -13,7 +13,7 @@ from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation import datasets, estimates, subjects
-from mxjax.evaluation.names import DEFAULT_MODEL
+from mxjax.evaluation.provenance import DEFAULT_MODEL
 from mxjax.evaluation.report import numbers
 from mxjax.evaluation.subjects import CalibrationSample, Evaluation, Prepared
 from mxjax.intake import texts

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from mxjax import methods
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation import text_sources
-from mxjax.evaluation.names import DEFAULT_MODEL
+from mxjax.evaluation.provenance import DEFAULT_MODEL
 from mxjax.intake import texts
 
 METHOD_HELP = (

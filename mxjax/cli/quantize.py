@@ -31,8 +31,8 @@ def add_parser(commands: Any) -> None:
     "--save-every",
     type=shared.whole(1),
     metavar="LAYERS",
-    help="write the hidden states that a killed run goes on from after so many layers; "
-    "a kill costs no more than these (every layer, or up to 8 where they exceed 1 GiB)",
+    help="write the hidden states that a killed run goes on from after so many layers "
+    "(none: --resume runs the finished layers forward again, which takes a pass each)",
   )
   add(
     "--log",

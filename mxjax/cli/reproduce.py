@@ -10,7 +10,7 @@ from typing import Any
 from mxjax.cli import options as shared
 from mxjax.discovery.studies.arms import PAPER_CALLS, PAPER_STUDIES
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation.names import DEFAULT_MODEL, short_name
+from mxjax.evaluation.provenance import DEFAULT_MODEL, short_name
 from mxjax.evaluation.tables.declared import MEASURES, TABLES
 from mxjax.evaluation.tasks.tasks import SEVEN
 from mxjax.intake import texts

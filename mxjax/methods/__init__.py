@@ -144,6 +144,13 @@ def _checked(program: "program.Program") -> "program.Program":
 
 def _with_options(place: str, options: Any, settings: Sequence[str]) -> Any:
   """Returns a dataclass of options with some of them set; `place` is for messages."""
+  if "" in settings:
+    raise ValueRefusal(
+      "methods",
+      expected=f"option=value behind every colon of {place}",
+      got="nothing behind one of them",
+      mend="leave that colon out, or write an option behind it",
+    )
   pairs = [_option(place, options, text) for text in settings]
   keys = [key for key, _ in pairs]
   if twice := sorted({key for key in keys if keys.count(key) > 1}):

@@ -13,6 +13,7 @@ from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods import hook_results
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
@@ -121,10 +122,13 @@ class Program:
     `weight` is `[out_features, in_features]`; the leaf of the result replaces it.
     """
     blocks = mxfp4.weight_blocks(weight)
-    input_map, of_shape = self.shape(blocks, inputs)
+    shaping = self.shape(blocks, inputs)
+    hook_results.check_shaping(self, shaping, blocks)
+    input_map, of_shape = shaping
     with execution.one_lapack_thread():
       folded = fold(blocks, input_map)
     made = self.quantize_weight(folded, inputs, input_map)
+    hook_results.check_realization(self, made, folded)
     if made.correction is not None:
       input_map = input_maps.followed(input_map, made.correction)
     leaf = QuantizedLinear(

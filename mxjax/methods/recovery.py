@@ -50,7 +50,7 @@ class RecoveryFit:
 
   `name` is the name in results; `measure` needs `taps` of the layer and `float_taps` of
   the float trajectory; the coefficients are installed as `leaf` beside the projections
-  of `block`.
+  of `sublayer`.
 
   Paper: Eq. conditional-stage.
   """
@@ -58,7 +58,7 @@ class RecoveryFit:
   name: str = ""
   taps: tuple[str, ...] = ()
   float_taps: tuple[str, ...] = ()
-  block: str = ""
+  sublayer: str = ""
   leaf: str = ""
   on: State = "current"
 
@@ -97,4 +97,4 @@ class RecoveryFit:
 
   def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
     """Returns the layer's params with the coefficients beside its projections."""
-    return {**layer, self.block: {**layer[self.block], self.leaf: leaf}}
+    return {**layer, self.sublayer: {**layer[self.sublayer], self.leaf: leaf}}

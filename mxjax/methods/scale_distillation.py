@@ -41,24 +41,20 @@ LABELS_BY_NAT = 2.25
 
 
 def _quantized(layer: Params, model: CausalLanguageModel) -> dict[tuple[str, str], Any]:
-  """Returns the quantized leaves of a layer by (block, name)."""
+  """Returns the quantized leaves of a layer by (sublayer, name)."""
   leaves = {path: layer[path[0]][path[1]]["weight"] for path in model.projection_taps}
   return {p: leaf for p, leaf in leaves.items() if isinstance(leaf, QuantizedLinear)}
-
-
-def _shared_taps(model: CausalLanguageModel, paths: Any) -> set[str]:
-  """Returns the taps that several of the linears read."""
-  read = [model.projection_taps[path] for path in paths]
-  return {tap for tap in read if read.count(tap) > 1}
 
 
 def _factors(own: Any, model: CausalLanguageModel) -> dict[tuple[str, str], jax.Array]:
   """Returns the factors on the inputs of each linear of a layer."""
   factors = {}
   for path, steps in own["linears"].items():
-    block, name = path.split("/")
-    shared = own["taps"].get(model.projection_taps[block, name], jnp.zeros_like(steps))
-    factors[block, name] = (1 + steps) * (1 + shared)
+    sublayer, name = path.split("/")
+    shared = own["taps"].get(
+      model.projection_taps[sublayer, name], jnp.zeros_like(steps)
+    )
+    factors[sublayer, name] = (1 + steps) * (1 + shared)
   return factors
 
 
@@ -182,10 +178,12 @@ class ScaleDistillation:
         "/".join(path): jnp.zeros(leaf.shape[1], jnp.float32)
         for path, leaf in leaves.items()
       }
+      read = [model.projection_taps[path] for path in leaves]
+      # A factor of a tap is for what several linears read.
       taps = {
-        model.projection_taps[path]: jnp.zeros(leaves[path].shape[1], jnp.float32)
-        for path in leaves
-        if model.projection_taps[path] in _shared_taps(model, leaves)
+        tap: jnp.zeros(leaf.shape[1], jnp.float32)
+        for tap, leaf in zip(read, leaves.values(), strict=True)
+        if read.count(tap) > 1
       }
       own.append({"linears": zeros, "taps": taps})
     return own
@@ -222,8 +220,8 @@ def check(layer: Params, model: CausalLanguageModel) -> None:
   Raises:
     ValueError: A map mixes blocks; the place begins with its linear.
   """
-  for (block, name), leaf in _quantized(layer, model).items():
-    with errors.within(f"{block}/{name}"):
+  for (sublayer, name), leaf in _quantized(layer, model).items():
+    with errors.within(f"{sublayer}/{name}"):
       ScaledInputs(leaf, jnp.ones(leaf.shape[1])).installed()
 
 

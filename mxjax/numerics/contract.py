@@ -5,6 +5,7 @@ import hashlib
 import json
 from typing import Any
 
+from mxjax.errors import TypeRefusal
 from mxjax.numerics import mxfp4
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -19,6 +20,9 @@ class Contract:
   values on the input axis that share a scale, the formats of elements and scales, and
   whether evaluation may use a KV cache. Paper: Frozen contract (Preliminaries) and
   Quantization Setup (Appendix).
+
+  Raises:
+    TypeError: `targets` are no tuple of names.
   """
 
   rules: mxfp4.Rules = mxfp4.PAPER_RULES
@@ -27,6 +31,19 @@ class Contract:
   element: str = "E2M1"
   scale: str = "E8M0"
   kv_cache: bool = False
+
+  def __post_init__(self) -> None:
+    given = self.targets
+    # A text is a sequence of its letters, and a list could not be hashed.
+    is_names = isinstance(given, tuple) and all(isinstance(n, str) for n in given)
+    if not is_names:
+      names = (given,) if isinstance(given, str) else TARGETS[:2]
+      raise TypeRefusal(
+        "Contract",
+        expected="targets: a tuple of names of projections",
+        got=repr(given),
+        mend=f"pass a tuple, such as targets={names!r}",
+      )
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready dict."""

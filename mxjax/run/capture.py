@@ -20,6 +20,7 @@ from mxjax.calibration.output_gradients import OutputGradients
 from mxjax.calibration.store import CalibrationStore
 from mxjax.calibration.streams import Chunks
 from mxjax.devices import execution
+from mxjax.devices import mesh as meshes
 from mxjax.methods.program import Program
 from mxjax.run.folder import RunFolder
 from mxjax.run.progress import OUTPUT_GRADIENTS, Report
@@ -37,10 +38,19 @@ class Captured:
   """
 
   def __init__(
-    self, setup: Setup, trajectories: "Trajectories", float_layer: Params
+    self,
+    setup: Setup,
+    trajectories: "Trajectories",
+    float_layer: Params,
+    *,
+    for_linears: bool = True,
   ) -> None:
-    """Captures the layer that the trajectories enter; what enters it is donated."""
+    """Captures the layer that the trajectories enter; what enters it is donated.
+
+    Without `for_linears` there are no gradients and no views, as in a replay.
+    """
     self._setup, self._trajectories = setup, trajectories
+    self._for_linears = for_linears
     self._layer, self._index = float_layer, trajectories.index
     self._name = setup.layers[self._index]
     taps = setup.model.projection_taps
@@ -52,7 +62,7 @@ class Captured:
     self._leaving: Chunks | None = None
     if trajectories.store is None:
       self._run()
-    self.views = self._shared_views()
+    self.views = self._shared_views() if for_linears else {}
 
   def _run(self) -> list[dict[str, jax.Array]]:
     if self._taps is not None:
@@ -62,10 +72,10 @@ class Captured:
     layer, hidden = placement.shard_rows(self._layer), trajectories.entering()
     # Hooks run with 64-bit types enabled; the model does not.
     with jax.enable_x64(False):
-      if trajectories.gradients is not None:
+      if trajectories.gradients is not None and self._for_linears:
         rows = tuple(
-          (block, name, self._layer[block][name]["weight"].shape[0])
-          for block, name in setup.targets
+          (sublayer, name, self._layer[sublayer][name]["weight"].shape[0])
+          for sublayer, name in setup.targets
         )
         leaving = trajectories.gradients.leaving(self._index)
         self._gradients = [
@@ -102,15 +112,15 @@ class Captured:
     if self._taps is not None:
       self._taps = [{name: part[name] for name in self._plain} for part in self._taps]
 
-  def inputs(self, block: str, name: str, group: Any) -> LinearInputs:
+  def inputs(self, sublayer: str, name: str, group: Any) -> LinearInputs:
     """Returns what the hooks of one linear see; `group` is that of its tap.
 
     Raises:
       ValueError: All gradients of the linear are zero, if tokens are weighted by them.
     """
     setup = self._setup
-    view = self.views[setup.model.projection_taps[block, name]]
-    learned = setup.learned.get(f"{self._name}/{block}/{name}")
+    view = self.views[setup.model.projection_taps[sublayer, name]]
+    learned = setup.learned.get(f"{self._name}/{sublayer}/{name}")
     if setup.program.weighting == "uniform":
       return view.for_linear(name, learned=learned, group=group)
     self._run()
@@ -123,9 +133,9 @@ class Captured:
     """Returns the inputs of the layer's linears by tap."""
     setup, store = self._setup, self._trajectories.store
     views: dict[str, LinearInputs] = {}
-    for block, name in setup.targets:
-      tap = setup.model.projection_taps[block, name]
-      width = self._layer[block][name]["weight"].shape[-1]
+    for sublayer, name in setup.targets:
+      tap = setup.model.projection_taps[sublayer, name]
+      width = self._layer[sublayer][name]["weight"].shape[-1]
       # Reading the shape would run the layer, which a store may make unnecessary.
       length = setup.calib.tokens.shape[1] if store else self._run()[0][tap].shape[-1]
       views[tap] = LinearInputs(
@@ -172,15 +182,16 @@ class Trajectories:
   def begin(
     cls, setup: Setup, folder: RunFolder | None, report: Report
   ) -> "Trajectories":
-    """Starts before the first layer, or where a killed run stopped.
+    """Starts before the first layer, or where hidden states of a killed run were saved.
 
-    If the program needs output gradients, the float model is differentiated, once for
-    all layers.
+    Layers finished behind these are replayed by the caller. If the program needs output
+    gradients, the float model is differentiated, once for all layers.
     """
     params, calib, placement = setup.params, setup.calib, setup.placement
     store = None
     if setup.store is not None:
-      store = CalibrationStore(setup.store, params, calib)
+      store = CalibrationStore(setup.store, params, calib, setup.weights_digest)
+      store.open()
     gradients = None
     if setup.program.weighting == "fisher":
       on_disk = (store or folder) if placement.mesh is None else None
@@ -194,10 +205,20 @@ class Trajectories:
           announce=report.differentiating,
         )
     names = ["float", *fit_names(setup.program)]
-    index = len(folder.finished) if folder else 0
+    index = folder.saved_index if folder else 0
     if folder and index:
       saved = folder.read_streams(setup.chunk, placement.put_sequences)
-      entering, *fits = [_joined(saved, name) for name in names]
+
+      def joined(name: str) -> Chunks:
+        if name in saved:
+          return list(saved[name])
+        # Of a Flax module: a stream for each array of what enters a layer.
+        numbers = range(len(saved))
+        parts = [saved[f"{name}.{i}"] for i in numbers if f"{name}.{i}" in saved]
+        chunks: Any = [list(chunk) for chunk in zip(*parts, strict=True)]
+        return chunks
+
+      entering, *fits = map(joined, names)
     else:
       entering, *fits = [
         streams.embed(setup.model, params, calib.tokens, setup.chunk, placement)
@@ -234,29 +255,22 @@ class Trajectories:
     names = fit_names(self._setup.program)
     return {"float": self._entering, **dict(zip(names, self.fits, strict=True))}
 
-  def nbytes(self) -> int:
-    """Bytes of all hidden states entering the next layer."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(self._named()))
+  def to_host(self) -> Mapping[str, Sequence[np.ndarray]]:
+    """Copies all hidden states entering the next layer, by their name on disk.
 
-  def to_host(self) -> Mapping[str, Sequence[jax.Array | np.ndarray]]:
-    """Returns all hidden states entering the next layer, by their name on disk."""
+    They are copies, because the next layer's run takes the buffers.
+    """
     placement, found = self._setup.placement, {}
+
+    def copied(array: Any) -> np.ndarray:
+      # On a mesh no process holds a whole chunk, so every process fetches it.
+      whole = placement.to_primary(array)
+      return np.array(meshes.alias(whole) if isinstance(whole, jax.Array) else whole)
+
     for name, chunks in self._named().items():
-      if placement.mesh is not None:
-        # No process holds a whole chunk, so every process fetches it.
-        chunks = [np.asarray(placement.to_primary(chunk)) for chunk in chunks]
-      if isinstance(chunks[0], list):  # A Flax module's: one stream for each array.
-        parts = zip(*chunks, strict=True)
-        found |= {f"{name}.{place}": part for place, part in enumerate(parts)}
+      if isinstance(chunks[0], list):  # Of a Flax module: a stream for each array.
+        for number, parts in enumerate(zip(*chunks, strict=True)):
+          found[f"{name}.{number}"] = [copied(part) for part in parts]
       else:
-        found[name] = chunks
+        found[name] = [copied(chunk) for chunk in chunks]
     return found
-
-
-def _joined(saved: Mapping[str, Sequence[Any]], name: str) -> Chunks:
-  """Returns the chunks of a trajectory, whose arrays may be streams of their own."""
-  if name in saved:
-    return list(saved[name])
-  parts = [saved[f"{name}.{i}"] for i in range(len(saved)) if f"{name}.{i}" in saved]
-  joined: Any = [list(chunk) for chunk in zip(*parts, strict=True)]
-  return joined

@@ -1,10 +1,10 @@
-"""The run folder: the finished part of a run, from which a killed run goes on.
+"""Keeps the finished part of a run in a folder, from which a killed run goes on.
 
     state.json            what is finished, with the SHA-256 of each of its files
     lock                  empty; the process that writes holds it
     prepared/             what a program's `prepare` produced, if anything
     layers/NAME           finished layers
-    streams/INDEX-NAME    hidden states entering the next layer
+    streams/INDEX-NAME    hidden states entering layer INDEX, if the run saves them
     tuning/STEP           what tuning has learned so far, if the program tunes
     gradients/            gradients of the layers to come; computed anew on resuming
 
@@ -13,20 +13,22 @@ names that the state does not have; then `state.json` is replaced in one rename;
 the files that it no longer needs are removed. A kill anywhere leaves one state whole,
 and beside it only files that `_unexplained` knows. Any other file is evidence that the
 state has been exchanged for an older one, and refused before finished work is lost.
+
+After a kill a run goes on behind its last finished layer. What enters the next one is
+computed anew: the finished layers are replayed, from the first or from the last hidden
+states that were saved, see `replay_layer` in `loop.py`.
 """
 
+import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import pathlib
-import platform
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Annotated, Any, BinaryIO, NamedTuple, Self
 
 import jax
@@ -35,8 +37,9 @@ import numpy as np
 import pydantic
 from jax.sharding import Mesh
 
+from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
-from mxjax.devices.placement import Placement
+from mxjax.devices.environment import differing
 from mxjax.errors import (
   BlockingIORefusal,
   FileExistsRefusal,
@@ -49,28 +52,9 @@ from mxjax.storage import atomic_io, sealed, tree_io
 STATE, LOCK = "state.json", "lock"
 FOLDERS = ("gradients", "layers", "prepared", "streams", "tuning")
 SCRATCH = "scratch-"
-"""Begins the names of folders that only one process uses."""
-VERSION = 1
-"""Of the layout of a run folder; a run in a folder of another is not resumed."""
-
-PACKAGES = ("mxjax", "jax", "jaxlib", "numpy", "scipy")
-"""Compute a run's numbers; jaxlib takes its LAPACK from scipy."""
-OPTIONS = (
-  "jax_default_matmul_precision",
-  "jax_default_prng_impl",
-  "jax_disable_jit",
-  "jax_disable_most_optimizations",
-  "jax_enable_x64",
-  "jax_exec_time_optimization_effort",
-  "jax_optimization_level",
-  "jax_random_seed_offset",
-  "jax_threefry_partitionable",
-)
-"""Options of JAX that choose arithmetic, random numbers, or how XLA compiles."""
-VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-"""Environment variables that do so, beside `XLA_FLAGS`."""
-HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
-"""Begin the flags of XLA that change no program."""
+"""The names of folders that only one process uses begin with this."""
+VERSION = 2
+"""This is the version of a run folder's layout; no other one is resumed."""
 
 _MEND = "put back an intact copy of the folder, or start again with another --out"
 _PATTERN = rf"^({'|'.join(FOLDERS)})/[^/\\]+\.safetensors$"
@@ -125,13 +109,12 @@ class _State(pydantic.BaseModel):
   environment: dict[str, Any]
   prepared: _Prepared | None
   layers: list[_Layer]
-  #: Hidden states that leave the last of the layers, none after the model's last.
+  #: Hidden states that leave one of the layers, the last ones that were saved.
   streams: _Files
   tuning: _Tuning | None
   resumes: list[_Resume]
   end: _End | None
-  #: Files that may lie beside the state and that it does not need: what it replaced,
-  #: and layers finished since its hidden states, which a resumed run does again.
+  #: Files that it replaced, which may still lie beside the state.
   removable: list[_Name]
 
 
@@ -190,9 +173,10 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
   state that is not here.
   """
   if "identity" not in state:
-    return [name for name in names if not _is_scratch(name)]
+    # A new run may still be computing its identity while it differentiates.
+    harmless = lambda name: _is_scratch(name) or name.startswith("gradients/")
+    return [name for name in names if not harmless(name)]
   number = 1 + len(state["layers"])
-  number += sum(name.startswith("layers/") for name in state["removable"])
   step = 1 + (len(state["tuning"]["losses"]) if state["tuning"] else 0)
   writing = ["layers/", f"streams/{number}-", f"tuning/{step}."]
   writing += [] if number > 1 or state["prepared"] else ["prepared/"]
@@ -211,56 +195,13 @@ def _is_scratch(name: str) -> bool:
   return name.startswith(SCRATCH) or atomic_io.PARTIAL in name
 
 
-def environment(placement: Placement, model: Any) -> dict[str, Any]:
-  """Returns what else than its inputs may change a run's bits, JSON-ready.
-
-  That is versions, the flags of XLA and of JAX, the device, the machine, what computes
-  attention, and the mesh.
-  """
-  text = os.environ.get("XLA_FLAGS", "")
-  if text and not text.lstrip().startswith("-"):  # XLA then takes it for a file.
-    file = pathlib.Path(text.strip())
-    text = file.read_text() if file.is_file() else ""
-  words = [word for word in shlex.split(text) if not word.startswith(HARMLESS_FLAGS)]
-  device = jax.devices()[0]
-  return {
-    **{name: _version(name) for name in PACKAGES},
-    # Of a flag that is repeated, XLA takes the last.
-    "XLA_FLAGS": {name: value for name, _, value in (w.partition("=") for w in words)},
-    **{name: os.environ.get(name) for name in VARIABLES},
-    **{name: getattr(jax.config, name, None) for name in OPTIONS},
-    "machine": platform.machine(),
-    "platform": device.platform,
-    "device": device.device_kind,
-    "runtime": device.client.platform_version,
-    "mesh": placement.describe(),
-    "attention": getattr(model, "attention", None),
-  }
-
-
-def _version(package: str) -> str | None:
-  try:
-    return metadata.version(package)
-  except metadata.PackageNotFoundError:  # mxjax itself, in a bare checkout.
-    return None
-
-
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns their values and ours where they differ, by key."""
-  return {
-    key: [theirs.get(key), ours.get(key)]
-    for key in {**theirs, **ours}
-    if theirs.get(key) != ours.get(key)
-  }
-
-
-def _told(differing: Mapping[str, Any]) -> tuple[str, str]:
+def _told(differences: Mapping[str, Any]) -> tuple[str, str]:
   """Names every difference, theirs and ours, of two mappings those of their values."""
   theirs, ours = [], []
-  for key, (had, new) in differing.items():
+  for key, (had, new) in differences.items():
     parts = {key: [had, new]}
     if isinstance(had, Mapping) and isinstance(new, Mapping):
-      parts = {f"{key} {part}": pair for part, pair in _differing(new, had).items()}
+      parts = {f"{key} {part}": pair for part, pair in differing(new, had).items()}
     for name, pair in parts.items():
       for values, value in zip((theirs, ours), pair, strict=True):
         text = json.dumps(value, sort_keys=True)
@@ -306,7 +247,7 @@ class RunFolder:
     self._lock: BinaryIO | None = None
     self._state: State = _NOTHING
     self._texts: dict[str, str] = {}
-    self._unsaved: list[dict[str, Any]] = []
+    self._start: Callable[[], Mapping[str, Any]] | None = None
     if read_only:
       if not (self.path / LOCK).is_file():
         raise FileNotFoundRefusal(
@@ -342,6 +283,13 @@ class RunFolder:
     try:
       # A new file beside a state would let a second process in.
       lock = open(self.path / LOCK, "r+b" if (self.path / STATE).is_file() else "ab")
+    except IsADirectoryError as error:
+      raise ValueRefusal(
+        f"run folder: {self.path}",
+        expected=f"a file {LOCK}",
+        got="a folder of that name",
+        mend="if no process is at work in the run, put an empty file in its place",
+      ) from error
     except FileNotFoundError as error:
       raise ValueRefusal(
         f"run folder: {self.path}",
@@ -418,14 +366,18 @@ class RunFolder:
     self.close()
 
   def begin(
-    self, identity: Mapping[str, Any], environment: Mapping[str, Any]
+    self,
+    identity: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+    environment: Mapping[str, Any],
   ) -> list[dict[str, Any]]:
     """Writes the first state of a run, or that it is resumed.
 
     `identity` is what the result is made of; `environment` may change its bits. Both
     are JSON-ready, and a run keeps both, but for the mesh on a CPU: there the bits do
-    not depend on it. Returns one entry for every resume: the number of finished layers
-    (`layer`), the files `discarded`, and the mesh if it has `changed`.
+    not depend on it. An identity that is still being computed is a function that waits
+    for it: a new run calls it when it writes its first state, which is then before the
+    first file and not now. Returns one entry for every resume: the number of finished
+    layers (`layer`), the files `discarded`, and the mesh if it has `changed`.
 
     Raises:
       ValueError: The run in the folder has another identity or environment.
@@ -433,20 +385,24 @@ class RunFolder:
     if self._lock is None:
       return []
     # Tuples become lists, as in the state.
-    identity, environment = json.loads(json.dumps([identity, environment]))
+    environment = json.loads(json.dumps(environment))
+    wait = identity if callable(identity) else lambda: identity
     if "identity" not in self._state:
-      self._save(version=VERSION, identity=identity, environment=environment)
+      self._start = lambda: {"identity": wait(), "environment": environment}
+      if not callable(identity):
+        self._begin()
       return []
-    if wrong := _differing(identity, self._state["identity"]):
+    own = json.loads(json.dumps(wait()))
+    if wrong := differing(own, self._state["identity"]):
       theirs, ours = _told(wrong)
       raise ValueRefusal(
         f"run folder: {self.path}",
         expected=f"a run of {theirs}",
         got=f"one of {ours}",
-        mend="resume with the model, data and options it was started with, or name "
-        "another --out",
+        mend="resume with the model, data, options and code it was started with, or "
+        "name another --out",
       )
-    changed = _differing(environment, self._state["environment"])
+    changed = differing(environment, self._state["environment"])
     is_free = lambda key: key == "mesh" and environment.get("platform") == "cpu"
     if wrong := {key: changed[key] for key in changed if not is_free(key)}:
       theirs, ours = _told(wrong)
@@ -463,6 +419,12 @@ class RunFolder:
     }
     self._save(resumes=[*self._state["resumes"], entry])
     return self._state["resumes"]
+
+  def _begin(self) -> None:
+    """Writes the first state of a run whose identity was not known at `begin`."""
+    if self._start:
+      self._save(version=VERSION, **self._start())
+      self._start = None
 
   def _save(self, removable: Iterable[str] = (), **changes: Any) -> None:
     """Replaces the state on disk, then here; on an error both stay what they were."""
@@ -482,11 +444,7 @@ class RunFolder:
 
   @property
   def finished(self) -> list[dict[str, Any]]:
-    """The layers that a resumed run keeps, in order; each has `name` and `record`.
-
-    A run goes on from the last hidden states that were written, and so does the layers
-    after these again.
-    """
+    """The layers that a resumed run keeps, in order; each has `name` and `record`."""
     return self._state["layers"]
 
   @property
@@ -509,6 +467,11 @@ class RunFolder:
 
   def _write(self, file: str, arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Writes arrays durably; returns the file's entry by its name."""
+    # The host copies of an alias are freed with it, those of an array are not.
+    arrays = {
+      name: meshes.alias(array) if isinstance(array, jax.Array) else array
+      for name, array in arrays.items()
+    }
     with self._explaining():
       digest = atomic_io.write_arrays(self.path / file, arrays)
       size = (self.path / file).stat().st_size
@@ -524,6 +487,7 @@ class RunFolder:
     """
     if self._lock is None:
       return
+    self._begin()
     trees = {f"params-{key}": value for key, value in (params or {}).items()}
     if learned:
       trees["learned"] = tree_io.nested(learned)
@@ -565,30 +529,45 @@ class RunFolder:
     streams: Mapping[str, Sequence[jax.Array | np.ndarray]] | None,
     clock: Mapping[str, Any],
   ) -> None:
-    """Writes a finished layer durably, with the inputs of the next one.
+    """Writes a finished layer durably, with the inputs of the next one if it has them.
 
     `streams` are the hidden states `[sequences, T, d]` entering the next layer, in
-    chunks by name, and empty after the last; with None a resumed run does this layer
-    again. `clock` has seconds and peak bytes by stage so far.
+    chunks by name, in place of those of an earlier layer; these stay with None, and are
+    removed with an empty mapping. `clock` has seconds and peak bytes by stage so far.
+    """
+    self.write_packed(name, tree_io.pack(layer), record, streams=streams, clock=clock)
+
+  def write_packed(
+    self,
+    name: str,
+    packed: tuple[tree_io.Description, dict[str, Any]],
+    record: Mapping[str, Any],
+    *,
+    streams: Mapping[str, Sequence[jax.Array | np.ndarray]] | None,
+    clock: Mapping[str, Any],
+  ) -> None:
+    """Does what `write_layer` does with the result of `tree_io.pack`.
+
+    It computes nothing on a device, so that it may run in a thread.
     """
     if self._lock is None:
       return
-    number = len(self.finished) + len(self._unsaved) + 1
+    self._begin()
+    number = len(self.finished) + 1
     entering = {}
     for stream, chunks in (streams or {}).items():
       arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
       entering |= self._write(f"streams/{number}-{stream}.safetensors", arrays)
-    nodes, arrays = tree_io.pack(layer)
+    nodes, arrays = packed
     files = self._write(f"layers/{name}.safetensors", arrays)
     made = {"name": name, "files": files, "nodes": nodes}
-    unsaved = [*self._unsaved, made | {"record": dict(record), "clock": dict(clock)}]
+    made |= {"record": dict(record), "clock": dict(clock)}
+    layers = [*self.finished, made]
     if streams is None:
-      self._save(removable=[file for one in unsaved for file in one["files"]])
-      self._unsaved = unsaved
+      self._save(layers=layers)
       return
     old = self._state["streams"]
-    self._save(old, layers=[*self.finished, *unsaved], streams=entering)
-    self._unsaved = []
+    self._save(old, layers=layers, streams=entering)
     self._remove(old)
 
   def read_layer(self, layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -596,12 +575,31 @@ class RunFolder:
     (file,) = layer["files"]
     return tree_io.read_tree(self.path / file, layer["nodes"])
 
-  def read_streams(
-    self, chunk: int, place: Callable[[np.ndarray], jax.Array] = jnp.array
-  ) -> dict[str, list[jax.Array]]:
-    """Reads the hidden states entering the next layer, by stream, in chunks.
+  @property
+  def saved_index(self) -> int:
+    """The layer that the saved hidden states enter; 0 if none are saved.
 
-    `place` makes a device array of a chunk, with a buffer of its own, because stream
+    Raises:
+      ValueError: Their names do not say one layer up to the first unfinished one.
+    """
+    files = self._state["streams"]
+    numbers = {pathlib.Path(file).stem.partition("-")[0] for file in files} or {"0"}
+    number = numbers.pop()
+    if numbers or not number.isdecimal() or int(number) > len(self.finished):
+      raise ValueRefusal(
+        self.path / STATE,
+        expected=f"hidden states of one of {len(self.finished)} layers",
+        got=", ".join(files),
+        mend=_MEND,
+      )
+    return int(number)
+
+  def read_streams(
+    self, chunk: int, put: Callable[[np.ndarray], jax.Array] = jnp.array
+  ) -> dict[str, list[jax.Array]]:
+    """Reads the hidden states entering layer `saved_index`, by stream, in chunks.
+
+    `put` makes a device array of a chunk, with a buffer of its own, because stream
     buffers are donated and numpy's must not be.
     """
     streams = {}
@@ -610,7 +608,7 @@ class RunFolder:
       rows = np.concatenate([arrays[part] for part in sorted(arrays)])
       starts = range(0, len(rows), chunk)
       name = pathlib.Path(file).stem.partition("-")[2]
-      streams[name] = [place(rows[first : first + chunk]) for first in starts]
+      streams[name] = [put(rows[first : first + chunk]) for first in starts]
     return streams
 
   def write_tuning(
@@ -622,6 +620,7 @@ class RunFolder:
     """
     if self._lock is None:
       return
+    self._begin()
     before = self._state["tuning"] or {"files": {}, "seconds": []}
     made = {
       "files": self._write(f"tuning/{len(losses)}.safetensors", arrays),
@@ -644,7 +643,64 @@ class RunFolder:
   ) -> None:
     """Writes that the run is finished: its sanity check, and seconds by stage."""
     if self._lock:
+      self._begin()
       self._save(end={"sanity": sanity, "seconds": seconds})
+
+
+class LayerWriter:
+  """Writes the finished layers of a run folder, each behind the work on the next one.
+
+  A thread copies a layer to the host, digests, writes and syncs it; one layer is under
+  way at most. What goes wrong there is raised by the next call, and at the end of the
+  `with` block. Without a folder nothing is written.
+  """
+
+  def __init__(self, folder: RunFolder | None) -> None:
+    self._folder = folder
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "mxjax-layer-writer")
+    self._under_way: concurrent.futures.Future[None] | None = None
+
+  def write(
+    self,
+    name: str,
+    layer: Any,
+    record: Mapping[str, Any],
+    *,
+    streams: Mapping[str, Sequence[jax.Array | np.ndarray]] | None,
+    clock: Mapping[str, Any],
+  ) -> None:
+    """Begins to do what `RunFolder.write_layer` does, after the layer before it.
+
+    The `streams` are on the host, because the next layer takes the device's buffers.
+    """
+    if self._folder is None:
+      return
+    self.wait()
+    # Here and not in the thread: on a CPU one computation is under way at a time.
+    packed = tree_io.pack(layer)
+    self._under_way = self._pool.submit(
+      self._folder.write_packed, name, packed, record, streams=streams, clock=clock
+    )
+
+  def wait(self) -> None:
+    """Returns when what was given to `write` is on the disk; raises what went wrong."""
+    under_way, self._under_way = self._under_way, None
+    if under_way is not None:
+      under_way.result()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, kind: object, error: BaseException | None, *rest: object) -> None:
+    try:
+      self.wait()
+    except Exception as other:
+      if error is None:
+        raise
+      # What stopped the run counts, but a layer that is not on the disk is told, too.
+      error.add_note(f"The layer before it could not be written: {other}")
+    finally:
+      self._pool.shutdown()
 
 
 def open_run(

@@ -74,17 +74,32 @@ class Report:
     those of the one before.
     """
     self._step += 1
-    self.within(label)
+    self.linear(label)
     execution.trim_malloc(self._largest)
     with self.clock.stage(label):
       yield
 
-  def within(self, label: str) -> None:
+  def replay(
+    self, index: int, finished: int
+  ) -> contextlib.AbstractContextManager[None]:
+    """Announces and times that a finished layer is replayed after a kill.
+
+    It is told as work of the first layer that is not finished.
+    """
+    label = f"replay of layer {index + 1}/{finished}"
+    self._tell(label, self._share(finished), finished)
+    return self.clock.stage("replay")
+
+  def linear(self, label: str) -> None:
     """Tells of the work within a stage, such as the linear that is quantized."""
+    done = self._layer + max(self._step, 0) / (2 + len(self.program.recover))
+    self._tell(label, self._share(done), self._layer)
+
+  def _share(self, layers: float) -> float:
+    """Returns the share of the run that is finished with so many layers."""
     first = DIFFERENTIATING if self.program.weighting == "fisher" else 0.0
     last = BEFORE_TUNING if self.program.tune else 1.0
-    done = self._layer + max(self._step, 0) / (2 + len(self.program.recover))
-    self._tell(label, first + (last - first) * done / self.layers, self._layer)
+    return first + (last - first) * layers / self.layers
 
   def differentiating(self, step: int, steps: int) -> None:
     """Tells how many passes of layers of the float model are differentiated."""

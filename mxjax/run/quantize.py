@@ -1,43 +1,35 @@
-"""`quantize`: runs Algorithm 1 over the layers, and keeps what each one made."""
+"""Quantizes a model: `run` has the steps in their order.
 
+What happens to a layer after a kill: `RunFolder` in `folder.py` keeps the finished
+ones, and `_quantize_layers` takes them over by `replay_layer` in `loop.py`.
+"""
+
+import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
 import os
 from collections.abc import Callable, MutableMapping
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 from jax.sharding import Mesh
 
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.devices import execution, processes
-from mxjax.devices.placement import ONE_DEVICE
+from mxjax.devices.environment import environment
+from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.errors import ValueRefusal
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.run import sanity
 from mxjax.run.capture import Trajectories
-from mxjax.run.folder import RunFolder, environment
-from mxjax.run.loop import quantize_layer
+from mxjax.run.folder import LayerWriter, RunFolder
+from mxjax.run.loop import quantize_layer, replay_layer
 from mxjax.run.progress import OnProgress, Report, Stopped
 from mxjax.run.record import QuantizationRecord, Result, StageClock
 from mxjax.run.setup import Setup
 
 P = ParamSpec("P")
-
-SAVED_BYTES_A_LAYER = 2**30
-"""Hidden states that a run writes for each layer on average, at most, by default."""
-MOST_LAYERS_AGAIN = 8
-"""Layers after which hidden states are written at the latest, by default."""
-
-
-def default_save_every(nbytes: int) -> int:
-  """Returns after how many layers hidden states of so many bytes are written.
-
-  Three sets of 128 x 2,048 tokens of width 4,096 in bfloat16 are 6.4 GB; writing them
-  after every layer would take a GPU longer than quantizing the layer.
-  """
-  return min(max(-(-nbytes // SAVED_BYTES_A_LAYER), 1), MOST_LAYERS_AGAIN)
 
 
 def run(
@@ -65,15 +57,7 @@ def run(
   Returns:
     The quantized params, the record, and the float params that were quantized.
   """
-  if save_every is not None and save_every < 1:
-    raise ValueRefusal("quantize", "save_every of at least 1", got=save_every)
-  if resume and run_dir is None:
-    raise ValueRefusal(
-      "quantize",
-      expected="a run_dir beside resume=True",
-      got="none",
-      mend="name the folder of the run to resume",
-    )
+  _check_options(save_every, run_dir, resume)
   setup = Setup.of(
     params,
     calib,
@@ -90,127 +74,181 @@ def run(
   else:
     opened = RunFolder(run_dir, resume=resume)
   with opened as folder:
-    return _run_in(
-      folder,
-      setup,
-      on_progress=on_progress,
-      stop=stop,
-      check=check,
-      into=into,
-      every=save_every,
-    )
-
-
-def _run_in(
-  folder: RunFolder | None,
-  setup: Setup,
-  *,
-  on_progress: OnProgress | None,
-  stop: Callable[[], bool] | None,
-  check: bool,
-  into: MutableMapping[str, Any] | None,
-  every: int | None,
-) -> Result:
-  """Runs what the folder lacks, all of it without a folder."""
-  placement, count = setup.placement, setup.model.num_layers
-  resumed, clock = [], StageClock()
-  if folder:
-    # A process that resumes with other options than the rest would mix two runs.
-    identity = setup.identity()
-    processes.check_same("model, data and options", identity, placement.mesh)
-    here = environment(placement, setup.model)
-    processes.check_same("versions, flags and device", here, placement.mesh)
-    resumed = folder.begin(identity, here)
-    clock = StageClock(**folder.clock)
-  report = Report(setup.program, count, clock, on_progress)
-  with clock.stage("preparation"):
-    setup = setup.prepared(folder)
-
-  # A caller's mapping receives layers unchanged; others are placed on the mesh.
-  place = (placement if into is None else ONE_DEVICE).shard_rows
-  result: MutableMapping[str, Any] = {} if into is None else into
-  result.update(place(setup.outer))
-  records = []
-  for layer in folder.finished if folder else ():
-    assert folder
-    result[layer["name"]] = place(folder.read_layer(layer))
-    records.append(layer["record"])
-
-  if len(records) < count:
-    trajectories = Trajectories.begin(setup, folder, report)
-    if folder and every is None:
-      every = default_save_every(trajectories.nbytes())
-    for finished in range(len(records) + 1, count + 1):
-      made = quantize_layer(setup, trajectories, report)
-      is_stopping = bool(stop and processes.any_of(stop(), placement.mesh))
-      if folder:
-        saves = finished < count and (is_stopping or finished % (every or 1) == 0)
-        with clock.stage("writing"):
-          folder.write_layer(
-            made.name,
-            made.params,
-            made.record,
-            streams=_streams(trajectories, saves=saves, is_last=finished == count),
-            clock=dataclasses.asdict(clock),
-          )
-      result[made.name] = place(made.params)
-      records.append(made.record)
-      if is_stopping:
-        raise Stopped(finished, count)
-  else:
-    # No layer was left to do, so that nothing was saved after any.
-    every = None
-
-  tuning = None
-  if setup.program.tune:
-    # Imported here, because nothing else in a run needs an optimizer library.
-    from mxjax.run.tune import distill_scales
-
-    # What the layers' passes freed has other sizes than what the steps allocate.
-    execution.trim_malloc(execution.LARGE_BYTES)
-    with clock.stage("tuning"):
-      tuned, tuning = distill_scales(
-        setup, placement.on_primary(result), folder, report
-      )
-      for name, layer in tuned.items():
-        result[name] = place(layer)
-
-  ended = folder.ended if folder else None
-  compared = ended["sanity"] if ended else None
-  if check and not compared:
-    with clock.stage("sanity gate"):
-      found = sanity.report(setup.calib, setup.params, placement.on_primary(result))
-    compared = dataclasses.asdict(found)
-    found.check(setup.program.name)
-  if folder and not ended:
-    folder.finish(compared, clock.seconds)
-  params = setup.joined(result)
+    resumed, clock = _begin(folder, setup)
+    report = Report(setup.program, setup.model.num_layers, clock, on_progress)
+    with clock.stage("preparation"):
+      setup = setup.prepared(folder)
+    # A caller's mapping receives layers unchanged; others are spread over the mesh.
+    placement = setup.placement if into is None else ONE_DEVICE
+    outcome = Outcome(placement, {} if into is None else into, [])
+    outcome.params.update(placement.shard_rows(setup.outer))
+    _quantize_layers(setup, folder, report, outcome, stop=stop, save_every=save_every)
+    tuning = _tune(setup, folder, report, outcome)
+    # A folder that has ended says how its gate went, if it had one.
+    gate = folder.ended["sanity"] if folder and folder.ended else None
+    if check and not gate:
+      gate = _pass_gate(setup, clock, outcome)
+    if folder and not folder.ended:
+      folder.finish(gate, clock.seconds)
   record = QuantizationRecord(
     program=dict(setup.program.describe()),
     contract_hash=setup.contract.hash,
     calibration=setup.data(),
-    layers=records,
+    layers=outcome.records,
     clock=clock,
-    sanity=compared,
+    sanity=gate,
     preparation=dict(setup.preparation),
     resumed=resumed,
-    save_every=every if folder else None,
-    mesh=placement.describe(),
+    save_every=save_every if folder else None,
+    mesh=setup.placement.describe(),
     tuning=tuning,
   )
-  return Result(params, record, setup.reference)
+  return Result(setup.joined(outcome.params), record, setup.reference)
 
 
-def _streams(trajectories: Trajectories, *, saves: bool, is_last: bool) -> Any:
-  """Returns the hidden states that are written with a layer, by name.
+class Outcome(NamedTuple):
+  """The result so far: params outside the layers and of all finished ones, records."""
 
-  Without a turn to save it is None, and the folder keeps those of an earlier layer.
-  After the last layer it is empty, and the folder removes those it has: nothing reads
-  them any more.
+  placement: Placement
+  params: MutableMapping[str, Any]
+  records: list[dict[str, Any]]
+
+  def add(self, name: str, layer: Any, record: dict[str, Any]) -> None:
+    """Adds a finished layer."""
+    self.params[name] = self.placement.shard_rows(layer)
+    self.records.append(record)
+
+
+def _check_options(save_every: Any, run_dir: Any, resume: bool) -> None:
+  """Checks the options that `Setup` does not have."""
+  is_count = isinstance(save_every, int) and not isinstance(save_every, bool)
+  if save_every is not None and (not is_count or save_every < 1):
+    raise ValueRefusal(
+      "quantize",
+      expected="save_every: a whole number of layers of at least 1, or None",
+      got=repr(save_every),
+      mend="leave it out to write no hidden states",
+    )
+  if resume and run_dir is None:
+    raise ValueRefusal(
+      "quantize",
+      expected="a run_dir beside resume=True",
+      got="none",
+      mend="name the folder of the run to resume",
+    )
+
+
+def _begin(
+  folder: RunFolder | None, setup: Setup
+) -> tuple[list[dict[str, Any]], StageClock]:
+  """Begins or resumes the run of a folder.
+
+  A new run digests its weights in a thread behind the work on the first layer, because
+  nothing needs them until that is written. One that resumes compares them first.
+
+  Returns:
+    The record of all resumes, and the clock of what is not done again.
   """
-  if is_last:
-    return {}
-  return trajectories.to_host() if saves else None
+  if not folder:
+    return [], StageClock()
+  mesh = setup.placement.mesh
+  here = environment(setup.placement, setup.model)
+  # A process that resumes with other options than the rest would mix two runs.
+  processes.check_same("versions, flags and device", here, mesh)
+  # Params on a mesh or on disk are brought to a device where they are read.
+  if mesh is None and isinstance(setup.params, dict):
+    known = setup.identity_but_weights()
+    pool = concurrent.futures.ThreadPoolExecutor(1, "mxjax-weights-digest")
+    weights = pool.submit(lambda: setup.weights_digest)
+    pool.shutdown(wait=False)
+    resumed = folder.begin(lambda: known | {"weights": weights.result()}, here)
+  else:
+    identity = setup.identity()
+    processes.check_same("model, data and options", identity, mesh)
+    resumed = folder.begin(identity, here)
+  return resumed, StageClock(**folder.clock)
+
+
+def _quantize_layers(
+  setup: Setup,
+  folder: RunFolder | None,
+  report: Report,
+  outcome: Outcome,
+  *,
+  stop: Callable[[], bool] | None,
+  save_every: int | None,
+) -> None:
+  """Takes over the layers that a folder has, and quantizes and writes the others.
+
+  The hidden states on which the next layer goes on are those that the killed run saved
+  last, moved past the layers since then by a replay.
+
+  Raises:
+    Stopped: `stop` returned True; what is finished is on the disk.
+  """
+  count = setup.model.num_layers
+  kept = folder.finished if folder else []
+  if len(kept) == count:
+    trajectories = None
+  else:
+    trajectories = Trajectories.begin(setup, folder, report)
+  for index, layer in enumerate(kept):
+    assert folder
+    quantized = folder.read_layer(layer)
+    if trajectories and index >= trajectories.index:
+      with report.replay(index, len(kept)):
+        replay_layer(setup, trajectories, quantized)
+    outcome.add(layer["name"], quantized, layer["record"])
+  with LayerWriter(folder) as writer:
+    for number in range(len(kept) + 1, count + 1):
+      assert trajectories
+      made = quantize_layer(setup, trajectories, report)
+      is_stopping = bool(stop and processes.any_of(stop(), setup.placement.mesh))
+      # Nothing reads hidden states after the last layer, so that old ones go.
+      streams = {} if number == count else None
+      if folder and save_every and number < count:
+        if is_stopping or number % save_every == 0:
+          streams = trajectories.to_host()
+      with report.clock.stage("writing"):
+        clock = dataclasses.asdict(report.clock)
+        writer.write(*made, streams=streams, clock=clock)
+        if is_stopping or number == count:
+          writer.wait()
+      outcome.add(*made)
+      if is_stopping:
+        raise Stopped(number, count)
+
+
+def _tune(
+  setup: Setup, folder: RunFolder | None, report: Report, outcome: Outcome
+) -> dict[str, Any] | None:
+  """Tunes the quantized model, if the program does, and returns the record of it."""
+  if not setup.program.tune:
+    return None
+  # Imported here, because nothing else in a run needs an optimizer library.
+  from mxjax.run.tune import distill_scales
+
+  # What the layers' passes freed has other sizes than what the steps allocate.
+  execution.trim_malloc(execution.LARGE_BYTES)
+  with report.clock.stage("tuning"):
+    quantized = setup.placement.on_primary(outcome.params)
+    tuned, record = distill_scales(setup, quantized, folder, report)
+    for name, layer in tuned.items():
+      outcome.params[name] = outcome.placement.shard_rows(layer)
+  return record
+
+
+def _pass_gate(setup: Setup, clock: StageClock, outcome: Outcome) -> dict[str, Any]:
+  """Compares the result with the float model on calibration tokens.
+
+  Raises:
+    FloatingPointError: The quantized model collapsed.
+  """
+  with clock.stage("sanity gate"):
+    quantized = setup.placement.on_primary(outcome.params)
+    found = sanity.report(setup.calib, setup.params, quantized)
+  found.check(setup.program.name)
+  return dataclasses.asdict(found)
 
 
 def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]]:
@@ -247,10 +285,11 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
       into: A mapping that receives the finished layers, such as a `LayerStore`.
       mesh: Devices that share sequences and output rows, with the axes `data` and
         `model`; the codes equal those of one device, see `docs/guides/devices.md`.
-      save_every: After how many layers `run_dir` gets the hidden states from which a
-        killed run goes on; a kill costs that many layers at most. None saves after
-        every layer if they take up to 1 GiB, and after up to eight layers if they take
-        more.
+      save_every: After how many layers `run_dir` gets the hidden states that enter the
+        next one. By default it gets none: a resumed run replays the finished layers,
+        which costs one forward pass a layer for each set of hidden states and no
+        quantizing, where writing costs gigabytes a layer in every run. Saved states
+        spare the replay of the layers before them.
 
     Returns:
       The same tree with `QuantizedLinear` leaves in place of target weights, for the
@@ -260,7 +299,7 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
       TypeError: The model lacks members of `CausalLanguageModel`.
       ValueError: The model lacks a target or what a recovery fit reads, a width, a
         weight or a Hessian cannot be quantized (the message names the layer), or
-        `save_every` is below 1.
+        `save_every` is no whole number of at least 1.
       FloatingPointError: Activations are not finite, or the quantized model collapsed.
       FileExistsError: `run_dir` is not empty.
       BlockingIOError: Another process is using `run_dir`.

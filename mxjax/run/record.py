@@ -116,7 +116,7 @@ def _relative_error(
 ) -> jax.Array:
   """Computes ||X^ W^' - X W'||^2 / ||X W'||^2; all but the last axis are features.
 
-  Where X W' is zero, as of a dead linear, the numerator alone.
+  Where X W' is zero, as of a dead linear, it returns the numerator alone.
   """
   x, weight, operand, decoded = (
     array.reshape(-1, array.shape[-1]) for array in (x, weight, operand, decoded)
@@ -197,11 +197,6 @@ def _probe(
   return result
 
 
-def _histogram(exponents: np.ndarray) -> dict[str, int]:
-  values, counts = np.unique(exponents, return_counts=True)
-  return {str(e): int(count) for e, count in zip(values, counts, strict=True)}
-
-
 def linear_record(
   weight: jax.Array,
   leaf: QuantizedLinear,
@@ -239,5 +234,11 @@ def linear_record(
   )
   for name, value in probed.items():
     array = np.asarray(value)
-    record[name] = _histogram(array) if array.ndim else float(array)
+    if not array.ndim:
+      record[name] = float(array)
+      continue
+    exponents, counts = np.unique(array, return_counts=True)
+    record[name] = {
+      str(e): int(count) for e, count in zip(exponents, counts, strict=True)
+    }
   return record

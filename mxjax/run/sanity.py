@@ -109,17 +109,18 @@ def _log_probabilities(
   return jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
 
 
-def _run(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
-  (hidden,) = streams.final_hiddens(model, params, [tokens])
-  return _log_probabilities(model, streams.outer_params(model, params), hidden)
-
-
 def compare(
   model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
 ) -> SanityReport:
   """Compares two sets of params of one model on tokens `[B, T]`."""
   tokens = jnp.asarray(tokens, jnp.int32)
-  ours, theirs = (_run(model, p, tokens)[:, :-1] for p in (quantized, params))
+
+  def predictions(params: Params) -> jax.Array:
+    (hidden,) = streams.final_hiddens(model, params, [tokens])
+    outer = streams.outer_params(model, params)
+    return _log_probabilities(model, outer, hidden)[:, :-1]
+
+  ours, theirs = predictions(quantized), predictions(params)
   pick = lambda logp: -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
   divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1).mean()
   agreement = (ours.argmax(-1) == theirs.argmax(-1)).mean(dtype=jnp.float32)

@@ -6,8 +6,9 @@ method may have rewritten the model.
 
 import dataclasses
 import functools
+import json
+import logging
 import os
-import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,9 +29,13 @@ from mxjax.calibration.store import model_identity, params_digest
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods import hook_results
 from mxjax.methods.by_rule import ByRule
 from mxjax.methods.program import Program
+from mxjax.methods.program_source import source_digests
 from mxjax.numerics.contract import Contract
+
+_log = logging.getLogger(__name__)
 
 MEMBERS = (
   "num_layers",
@@ -124,6 +129,13 @@ class Setup:
         got="the params that are quantized, with which the result is compared",
         mend="pass an empty dict or another LayerStore",
       )
+    if stale := sorted(map(str, set(into or ()) - set(params))):
+      raise ValueRefusal(
+        "quantize",
+        expected="an empty mapping for into, or one with keys of this model alone",
+        got=f"{', '.join(stale)}, which the model has not",
+        mend="remove these keys, or pass an empty dict or another LayerStore",
+      )
     placement, program = Placement.of(mesh), methods.get(method)
     setup = cls(params, calib, program, contract, placement, probe=probe, store=store)
     if isinstance(calib.model, AnyModule):
@@ -143,6 +155,7 @@ class Setup:
     setup = dataclasses.replace(setup, params=on_primary, chunk=chunk)
     _check_targets(setup)
     _check_weights(setup)
+    _check_description(program)
     return setup
 
   @property
@@ -157,7 +170,7 @@ class Setup:
 
   @functools.cached_property
   def targets(self) -> list[tuple[str, str]]:
-    """The target linears of a layer as (block, name), in forward order."""
+    """The target linears of a layer as (sublayer, name), in forward order."""
     return targets(self.model, self.contract)
 
   @property
@@ -170,15 +183,24 @@ class Setup:
 
     It is JSON-ready, and reads every weight.
     """
+    return {**self.identity_but_weights(), "weights": self.weights_digest}
+
+  def identity_but_weights(self) -> dict[str, Any]:
+    """Returns the part of `identity` that reads no weight."""
     kind = type(self.program)
     return {
       "program": dict(self.program.describe()),
       "program class": f"{kind.__module__}.{kind.__qualname__}",
+      "source of": source_digests(self.program),
       "contract": self.contract.hash,
       "calibration": self.data(),
       "model": model_identity(self.model, self.params, self.calib.tokens),
-      "weights": params_digest(self.params),
     }
+
+  @functools.cached_property
+  def weights_digest(self) -> str:
+    """The SHA-256 of the float params, computed when it is first read."""
+    return params_digest(self.params)
 
   def data(self) -> dict[str, Any]:
     """Describes the calibration tokens, JSON-ready."""
@@ -193,16 +215,20 @@ class Setup:
       rewritten, learned, record = saved
     else:
       made = self.program.prepare(self.params, self.calib, self.contract)
+      hook_results.check_prepared(self.program, made)
       learned, record = made.learned, dict(made.record)
       rewritten = None if made.params is self.params else made.params
       if folder and (rewritten is not None or learned):
         folder.write_prepared(rewritten, learned, record)
-    return dataclasses.replace(
+    found = dataclasses.replace(
       self,
       params=self.params if rewritten is None else self.placement.on_primary(rewritten),
       learned=learned,
       preparation={**self.preparation, **record},
     )
+    if rewritten is None and self.store is not None:
+      vars(found)["weights_digest"] = self.weights_digest  # Of the same arrays.
+    return found
 
   def joined(self, quantized: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Returns quantized params as their author has them."""
@@ -236,7 +262,11 @@ def _check_model(setup: Setup) -> None:
   lacking = []
   for fit in program.recover:
     lacks = [f"the tap {tap}" for tap in fit.taps if tap not in found]
-    lacks += [f"the block {fit.block}"] if fit.block and fit.block not in layer else []
+    lacks += (
+      [f"the sublayer {fit.sublayer}"]
+      if fit.sublayer and fit.sublayer not in layer
+      else []
+    )
     lacking += [f"{fit.name} lacks {' and '.join(lacks)}"] if lacks else []
   if lacking:
     raise ValueRefusal(
@@ -247,6 +277,21 @@ def _check_model(setup: Setup) -> None:
       mend="add it, or pass dataclasses.replace(program, recover=...) with the fits "
       "that the model has",
     )
+
+
+def _check_description(program: Program) -> None:
+  """Checks that results, run folders and checkpoints can say what the program is."""
+  try:
+    described = dict(program.describe())
+    json.dumps(described, allow_nan=False)
+  except (TypeError, ValueError) as error:
+    raise TypeRefusal(
+      f"describe of {program.name}",
+      expected="name, recover and options that JSON can say",
+      got=f"what it cannot: {error}",
+      mend="override describe to convert the fields that are no texts, numbers, lists "
+      "or dicts",
+    ) from error
 
 
 def _check_types(params: Any, calib: Any, method: Any, contract: Any) -> None:
@@ -297,9 +342,9 @@ def _check_weights(setup: Setup) -> None:
   complaints, size = [], setup.contract.block_size
   for layer_name in setup.layers:
     layer = setup.params[layer_name]
-    for block, name in setup.targets:
-      weight = layer.get(block, {}).get(name, {}).get("weight")
-      path = f"{layer_name}/{block}/{name}"
+    for sublayer, name in setup.targets:
+      weight = layer.get(sublayer, {}).get(name, {}).get("weight")
+      path = f"{layer_name}/{sublayer}/{name}"
       if weight is None:
         complaints.append(f"{path} without a weight")
         continue
@@ -330,11 +375,10 @@ def _with_linears_found(setup: Setup, model: AnyModule) -> Setup:
   bound = model.bound_to(setup.params, setup.calib.tokens)
   program, unfit = _program_of_rules(bound, setup.program)
   if unfit:
-    warnings.warn(
-      f"quantize: no recovery of {' or '.join(unfit)} is fitted, because it needs the "
-      "values and gates of a decoder, which a FlaxModel does not name; the rest of the "
-      "method is done.",
-      stacklevel=5,
+    _log.warning(
+      "quantize: no recovery of %s is fitted, because it needs the values and gates of "
+      "a decoder, which a FlaxModel does not name; the rest of the method is done.",
+      " or ".join(unfit),
     )
   names = tuple(name for _, name in bound.projection_taps)
   return dataclasses.replace(

@@ -5,7 +5,6 @@ to the same bits.
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -64,16 +63,6 @@ def _update(
   return [learned for learned, _ in updated], [state for _, state in updated]
 
 
-def _restored(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-  """Returns stored arrays in the structure of a pytree."""
-  leaves = [jnp.asarray(arrays[key]) for key in sorted(arrays)]
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _named(tree: Any) -> dict[str, jax.Array]:
-  return {f"{i:06d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-
-
 def distill_scales(
   setup: Setup, quantized: Params, folder: RunFolder | None, report: Report
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -100,7 +89,9 @@ def distill_scales(
   state: Any = [_optimizer(options, len(order)).init(layer) for layer in learned]
   losses: list[float] = []
   if folder and (saved := folder.read_tuning()):
-    learned, state = _restored((learned, state), saved.arrays)
+    leaves = [jnp.asarray(saved.arrays[key]) for key in sorted(saved.arrays)]
+    structure = jax.tree.structure((learned, state))
+    learned, state = jax.tree.unflatten(structure, leaves)
     losses = saved.losses
   if len(losses) < len(order):
     report.tuning(len(losses), len(order), None)
@@ -123,7 +114,9 @@ def distill_scales(
       losses.append(result.shown)
       if folder:
         before, start = start, time.perf_counter()
-        folder.write_tuning(_named((learned, state)), losses, start - before)
+        leaves = jax.tree.leaves((learned, state))
+        named = {f"{place:06d}": leaf for place, leaf in enumerate(leaves)}
+        folder.write_tuning(named, losses, start - before)
       report.tuning(len(losses), len(order), result.shown)
   tuned = {
     name: scale_distillation.install(layer, own, model)

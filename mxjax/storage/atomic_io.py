@@ -43,8 +43,18 @@ def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
 
   Raises:
     FileExistsError: The folder is not empty; its content is never overwritten.
+    OSError: It would lie below a file.
   """
   folder = pathlib.Path(path)
+  for parent in folder.absolute().parents:
+    if os.path.exists(parent) and not parent.is_dir():
+      raise OSRefusal(
+        f"output: {folder}",
+        expected="a folder below folders",
+        got=f"{parent}, which is a file",
+        mend="name another --out",
+        errno=errno.ENOTDIR,
+      )
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise FileExistsRefusal(
       f"output: {folder}",

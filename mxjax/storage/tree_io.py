@@ -224,8 +224,3 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     jax.tree_util.keystr(path, simple=True, separator="/"): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
-
-
-def flatten(tree: Any) -> dict[str, np.ndarray]:
-  """Flattens any pytree to host arrays by slash-separated path."""
-  return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}

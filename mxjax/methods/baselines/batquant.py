@@ -169,15 +169,22 @@ class BatQuant(Gptq):
       )
       state = _optimizer(self.steps).init(learnable)
       first = last = math.nan
+      count = min(self.tokens or inputs.length, inputs.length)
+      places = np.arange(count) * inputs.length // count
       batches = gradients.batches(inputs.sequences, self.batch, self.steps)
       for step, batch in enumerate(batches):
-        x = execution.block_on_cpu(self._batch(inputs, batch))
+        parts = [inputs.sequence(index)[..., places] for index in batch]
+        x = execution.block_on_cpu(jnp.concatenate(parts, axis=-1))
         loss, gradient = _loss_gradient(
           _operators(learnable), dict(weights), x, inputs.rules
         )
         learnable, state = _update(learnable, state, gradient, self.steps)
         first, last = (float(loss) if step == 0 else first), float(loss)
-      condition = _condition(learnable)
+      factors = learnable.shared, learnable.private
+      condition = math.prod(
+        float(np.linalg.cond(np.asarray(factor, np.float64)).max())
+        for factor in factors
+      )
     if not condition <= MAX_CONDITION:
       raise ValueRefusal(
         self.name,
@@ -187,12 +194,6 @@ class BatQuant(Gptq):
       )
     record = {"learning_losses": [first, last], "map_condition": condition}
     return Trained(learnable, record)
-
-  def _batch(self, inputs: LinearInputs, batch: list[int]) -> jax.Array:
-    count = min(self.tokens or inputs.length, inputs.length)
-    places = np.arange(count) * inputs.length // count
-    parts = [inputs.sequence(index)[..., places] for index in batch]
-    return jnp.concatenate(parts, axis=-1)
 
   @override
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
@@ -210,11 +211,6 @@ class BatQuant(Gptq):
     clipped = execution.block_on_cpu(clip_blocks(weight, low, high))
     made = super().quantize_weight(clipped, inputs, input_map)
     return made._replace(rounding=Clipped(*jax.nn.sigmoid(learned.inputs)))
-
-
-def _condition(learnable: Learnable) -> float:
-  of = lambda matrices: np.linalg.cond(np.asarray(matrices, np.float64)).max()
-  return float(of(learnable.shared) * of(learnable.private))
 
 
 BATQUANT = BatQuant()

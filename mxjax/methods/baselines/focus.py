@@ -56,10 +56,10 @@ class _Distillation(gradients.Objective):
     """Relaxes W4 weights, and rounds A4 straight-through."""
     leaves = {}
     for path, learned in own.items():
-      block, name = path.split("/")
-      blocks = mxfp4.to_blocks(layer[block][name]["weight"].astype(jnp.float32))
+      sublayer, name = path.split("/")
+      blocks = mxfp4.to_blocks(layer[sublayer][name]["weight"].astype(jnp.float32))
       relaxed = mxfp4.from_blocks(learned_scales.relaxed(blocks, learned, self.rules))
-      leaves[block, name] = StraightThrough(relaxed, self.rules)
+      leaves[sublayer, name] = StraightThrough(relaxed, self.rules)
     return self.model.layer(replace_weights(layer, leaves), hidden)
 
   def loss(
@@ -158,11 +158,11 @@ class Focus(Program):
     self, layer: Params, model: CausalLanguageModel, contract: Contract
   ) -> dict[str, LearnedScales]:
     scales = {}
-    for block, name in targets(model, contract):
-      rows, width = layer[block][name]["weight"].shape
+    for sublayer, name in targets(model, contract):
+      rows, width = layer[sublayer][name]["weight"].shape
       blocks = width // contract.block_size
       first = learned_scales.initial(blocks, rows, self.divisor_logit)
-      scales[f"{block}/{name}"] = first
+      scales[f"{sublayer}/{name}"] = first
     return scales
 
   @override

@@ -72,27 +72,27 @@ def rotate_layer(layer: Params, r1: jax.Array | None, r2: jax.Array) -> dict[str
   head, new = r2.shape[0], dict(layer)
 
   def change(
-    block: str,
+    sublayer: str,
     name: str,
     weight: Callable[[jax.Array], jax.Array],
     bias: Callable[[jax.Array], jax.Array] | None = None,
   ) -> None:
-    linear = dict(new[block][name])
+    linear = dict(new[sublayer][name])
     linear["weight"] = weight(linear["weight"].astype(r2.dtype))
     if bias is not None and "bias" in linear:
       linear["bias"] = bias(linear["bias"].astype(r2.dtype))
-    new[block] = {**new[block], name: linear}
+    new[sublayer] = {**new[sublayer], name: linear}
 
   if r1 is not None:
-    for norm, (block, names) in READERS.items():
+    for norm, (sublayer, names) in READERS.items():
       gain = layer[norm]["weight"]
       row = gain.astype(r2.dtype)[None, :]
       for name in names:
-        change(block, name, lambda w, row=row: _product(w * row, r1))
+        change(sublayer, name, lambda w, row=row: _product(w * row, r1))
       new[norm] = {**layer[norm], "weight": jnp.ones_like(gain)}
-    for block, name in WRITERS:
+    for sublayer, name in WRITERS:
       change(
-        block, name, lambda w: _product(r1.T, w), lambda b: _product(b[None], r1)[0]
+        sublayer, name, lambda w: _product(r1.T, w), lambda b: _product(b[None], r1)[0]
       )
   turn = lambda axes, x, *shape: jnp.einsum(
     axes, x.reshape(shape), r2, precision=HIGHEST
@@ -154,11 +154,11 @@ class _QuantizedLoss(gradients.Objective):
     """Runs the rotated layer with W4 by RTN and A4, both straight-through."""
     rotated = rotate_layer(layer, shared, own)
     leaves = {}
-    for block, name in self.model.projection_taps:
+    for sublayer, name in self.model.projection_taps:
       if name in self.targets:
-        weight = rotated[block][name]["weight"].astype(jnp.float32)
+        weight = rotated[sublayer][name]["weight"].astype(jnp.float32)
         rounded = straight_through.round_rows(weight, self.rules)
-        leaves[block, name] = StraightThrough(rounded, self.rules)
+        leaves[sublayer, name] = StraightThrough(rounded, self.rules)
     return self.model.layer(replace_weights(rotated, leaves), hidden)
 
   def loss(

@@ -1,8 +1,10 @@
-"""HiRes, the frozen quantizer of the paper, in its three stages.
+"""Composes HiRes, the frozen quantizer of the paper, of its three stages.
 
-Paper: Section HiRes and Algorithm hiresmx. `stage1`, `stage2` and `stage3` beside this
-file are geometric shaping, discrete realization and structural recovery; `next`
-composes the same functions to the quantizers that go past the paper.
+Read `stage1`, `stage2` and `stage3` beside this file in that order: they are geometric
+shaping, discrete realization and structural recovery. `next` composes the same
+functions to the quantizers that go past the paper.
+
+Paper: Section HiRes and Algorithm hiresmx.
 """
 
 import dataclasses

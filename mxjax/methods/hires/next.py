@@ -50,7 +50,7 @@ CHARTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HiResNext(Program):
+class HiResDescent(Program):
   """HiRes with searched exponents and descent, and with what else these options add.
 
   Attributes:
@@ -197,8 +197,8 @@ def _losses(
   return jnp.where(signal > 0, found / signal, 0)
 
 
-HIRES_DESCENT = HiResNext()
-HIRES_NEXT = HiResNext(
+HIRES_DESCENT = HiResDescent()
+HIRES_NEXT = HiResDescent(
   name="hires-next",
   weighting="fisher",
   chart="geometric",

@@ -68,13 +68,13 @@ def shape(
     moment,
     _output_moment(weight, inputs, folds),
   )
-  pairs = jnp.zeros_like(moment)
+  interaction = jnp.zeros_like(moment)
   if use_interaction:
-    pairs = interaction(weight, inputs, folds, *charts)
+    interaction = fit_interaction(weight, inputs, folds, *charts)
   transform = execution.call_in_batches(
-    local_interaction.shaping_transform, charts[0], pairs
+    local_interaction.shaping_transform, charts[0], interaction
   )
-  norms = execution.call_in_batches(spectral_norm, pairs)
+  norms = execution.call_in_batches(spectral_norm, interaction)
   record["interaction_spectral_norm"] = norms.tolist()
   if use_balance:
     transform, of_balance = balance(weight, inputs, moment, transform)
@@ -173,7 +173,7 @@ def _anchor_step(
 
 
 @execution.jit()
-def _pairs(
+def _solve_interaction(
   anchor: _Anchor, activation_folds: jax.Array, errors: jax.Array, counts: jax.Array
 ) -> jax.Array:
   """Solves K of every block."""
@@ -188,7 +188,7 @@ def _pairs(
   return local_interaction.solve_pairs(statistics).interaction
 
 
-def interaction(
+def fit_interaction(
   weight: jax.Array,
   inputs: LinearInputs,
   weight_moments: jax.Array,
@@ -214,7 +214,7 @@ def interaction(
   (start,) = execution.float64_zeros((2, *chart.shape))
   errors = inputs.reduce(_anchor_step, start, anchor.rotated)
   counts = np.maximum(np.asarray(inputs.fold_tokens, np.float64), 1.0)
-  return _pairs(anchor, inputs.fold_moments(), errors, counts)
+  return _solve_interaction(anchor, inputs.fold_moments(), errors, counts)
 
 
 # The balance D.
@@ -250,7 +250,10 @@ def _listed_step(
 
 
 class _TrialBatch(NamedTuple):
-  """Trials measured together: D T, float32 `[trials, blocks, 32, 32]`, and weights."""
+  """Holds trials that are measured together, with the weights as each has them.
+
+  `transforms` are their maps D T, float32 `[trials, blocks, 32, 32]`.
+  """
 
   transforms: jax.Array
   weights: dyadic_balance.Trial

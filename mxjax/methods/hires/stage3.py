@@ -33,7 +33,7 @@ def _float32(tree: Any) -> Any:
 class AttentionFit(RecoveryFit):
   """Fits scale and offset of each key-value head to the float trajectory."""
 
-  name, block, leaf = "attention", "self_attn", "value_recovery"
+  name, sublayer, leaf = "attention", "self_attn", "value_recovery"
   taps = float_taps = ("value",)
 
   def prepare(
@@ -66,7 +66,7 @@ class AttentionFit(RecoveryFit):
 class MlpFit(RecoveryFit):
   """Fits three scalars of each gated MLP to float weights on the realized input."""
 
-  name, block, leaf = "mlp", "mlp", "mlp_recovery"
+  name, sublayer, leaf = "mlp", "mlp", "mlp_recovery"
   taps = ("gate_up_input", "gate", "up")
 
   def prepare(
@@ -87,7 +87,7 @@ class MlpFit(RecoveryFit):
 
   @override
   def measure(self, moments: Any, sample: Sample) -> Any:
-    """A cell is (sequence residue, quarter of positions)."""
+    """Adds a sequence to its four cells: its residue, by quarter of positions."""
     gate_sums, cells = moments
     taps, float_mlp = sample.taps, sample.float_layer["mlp"]
     targets = [

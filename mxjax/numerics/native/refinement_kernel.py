@@ -111,16 +111,6 @@ def scales(exponent: Value) -> tuple[Value, Value, Value]:
   return exponent << _MANTISSA, low << _MANTISSA, scale.floats()
 
 
-def _scales(largest: Value, carry: int) -> tuple[Value, Value, Value]:
-  """Computes `scales` of blocks from the bits of their largest magnitude.
-
-  2^e is NaN where that is not finite.
-  """
-  shift, low_shift, scale = scales(block_exponent(largest, carry))
-  nan = largest.same(_NAN).floats()
-  return shift, low_shift, where((largest >> _MANTISSA).equals(255), nan, scale)
-
-
 def nearest_element(x: Value, shift: Value, low_shift: Value) -> Value:
   """Rounds x to element values on its bits, like `mxfp4.round_elements`."""
   size = x.bits() & _SIZE
@@ -187,7 +177,10 @@ def encode_tile(tile: Tile, carry: int = 0) -> Value:
     return [largest.call("smax", row_at(tile.x, i).load(INTS, 64) & _SIZE)]
 
   (largest,) = repeat(zero, BLOCK, larger, constant(code, INTS, 0))
-  shift, low_shift, scale = _scales(largest, carry)
+  shift, low_shift, scale = scales(block_exponent(largest, carry))
+  # The scale of a block that is not finite is NaN.
+  nan = largest.same(_NAN).floats()
+  scale = where((largest >> _MANTISSA).equals(255), nan, scale)
 
   def row(i: Value) -> list[Value]:
     x = row_at(tile.x, i).load(FLOATS, 64)

@@ -6,7 +6,7 @@ from mxjax import methods
 from mxjax.cli import reproduce
 from mxjax.cli.main import build_parser
 from mxjax.evaluation.evaluating import TaskData
-from mxjax.evaluation.names import DEFAULT_MODEL
+from mxjax.evaluation.provenance import DEFAULT_MODEL
 from mxjax.evaluation.results import FLOAT
 from mxjax.evaluation.tables import cells, jobs, paper
 from mxjax.evaluation.tables.declared import TABLES

@@ -10,7 +10,7 @@ import pytest
 from mxjax import methods
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
-from mxjax.calibration.store import CalibrationStore
+from mxjax.calibration.store import CalibrationStore, params_digest
 from mxjax.methods.hires import stage3
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
@@ -162,3 +162,38 @@ def test_a_store_keeps_models_of_equal_weights_apart(
       CalibrationStore(tmp_path, tiny_params, Calibration(model, tiny_tokens)).path
     )
   assert len(places) == 4
+
+
+def test_a_store_of_another_environment_is_not_used_and_said(
+  tiny_params, calib, tmp_path, monkeypatch, caplog
+):
+  folders, moments = [], []
+  for flags in ("--xla_a=1", "--xla_a=1", "--xla_a=2"):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    caplog.clear()
+    setup, trajectories = begun(tiny_params, calib, methods.RTN, store=tmp_path)
+    captured = Captured(setup, trajectories, tiny_params["layers_0"])
+    moments.append([np.asarray(view.hessian()) for view in captured.views.values()])
+    folders.append(trajectories.store.path)
+    is_new = flags == "--xla_a=2"
+    assert ("was computed in another environment" in caplog.text) == is_new
+  assert "XLA_FLAGS {'--xla_a': '1'} there, {'--xla_a': '2'} here" in caplog.text
+  assert folders[0] == folders[1] != folders[2]
+  jax.tree.map(np.testing.assert_array_equal, moments[0], moments[2])
+  for folder in folders:
+    assert (folder / "about.json").is_file()
+
+
+def test_a_digest_of_weights_is_of_every_value_name_shape_and_dtype(tiny_params):
+  same = jax.tree.map(jnp.array, tiny_params)
+  assert params_digest(same) == params_digest(tiny_params)
+  weight = tiny_params["norm"]["weight"]
+  renamed = {key: value for key, value in tiny_params.items() if key != "norm"}
+  for other in (
+    {**tiny_params, "norm": {"weight": weight.at[3].set(7)}},
+    {**tiny_params, "norm": {"weight": weight[None]}},
+    {**tiny_params, "norm": {"scale": weight}},
+    {**tiny_params, "norm": {"weight": jax.lax.bitcast_convert_type(weight, "int16")}},
+    {**renamed, "last": tiny_params["norm"]},
+  ):
+    assert params_digest(other) != params_digest(tiny_params)

@@ -1,6 +1,7 @@
 """The run folder by itself: kills, damage, second writers; nothing runs a model."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -8,22 +9,26 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mxjax.devices import environment
 from mxjax.devices.placement import ONE_DEVICE
+from mxjax.errors import OSRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.run import folder as run_folder
-from mxjax.run.folder import RunFolder
+from mxjax.run.folder import LayerWriter, RunFolder
 from mxjax.storage import sealed
 from tests.mxjax.quantized import DAMAGES, assert_same, damage
 
 IDENTITY = {"program": {"name": "p", "options": [1, 2]}, "weights": "ab"}
+CLOCK = {"seconds": {"calibration": 1.5}, "peak_bytes": {}}
 PLACE = {"jax": "1", "XLA_FLAGS": {"--a": "1"}, "platform": "cpu", "mesh": None}
 
 
@@ -51,7 +56,7 @@ def write(folder, index, saved=True, last=False):
     layer(index),
     {"value": index / 3, "by step": {2: (1, None), 10: "ä"}},
     streams=({} if last else streams) if saved else None,
-    clock={"seconds": {"calibration": 1.5}, "peak_bytes": {}},
+    clock=CLOCK,
   )
 
 
@@ -207,6 +212,7 @@ def test_a_kill_between_any_two_writes_costs_its_step_alone(undisturbed, tmp_pat
 def test_a_kill_while_a_folder_is_opened_costs_nothing(undisturbed, tmp_path):
   """From an empty place, and while leftovers are removed."""
   left = shutil.copytree(undisturbed[1][7], tmp_path / "left")
+  (left / "layers/layers_6.safetensors").write_bytes(b"x")
   (left / "streams/9-float.safetensors.partial-0").write_bytes(b"x")
   for source in (None, left):
     at, was_killed = 0, True
@@ -225,7 +231,7 @@ def test_a_kill_while_a_folder_is_opened_costs_nothing(undisturbed, tmp_path):
           folder.begin(IDENTITY, PLACE)
       except Killed:
         was_killed = True
-      assert go_on(path) == (1 if source is None else 7)
+      assert go_on(path) == (1 if source is None else 8)
       assert result(path) == result(undisturbed[0])
     assert at > 20
 
@@ -288,21 +294,118 @@ def test_the_clock_is_that_of_what_is_not_done_again(undisturbed):
   assert seconds[9:] == tuned
 
 
-def test_layers_after_the_last_hidden_states_are_done_again(tmp_path):
+def test_layers_after_the_last_hidden_states_are_kept(tmp_path):
   path = make(tmp_path / "run", layers=1)
   saved = names(path)
   with RunFolder(path, resume=True) as folder:
     folder.begin(IDENTITY, PLACE)
     for index in (1, 2):
       write(folder, index, saved=False)
-    # What the first layer left is there until other hidden states are.
-    lost = ["layers/layers_1.safetensors", "layers/layers_2.safetensors"]
-    assert names(path) == sorted([*saved, *lost])
-  for again in range(2):
-    with RunFolder(path, resume=True) as folder:
-      assert len(folder.finished) == 1
-      assert names(path) == saved
-      assert folder.discarded == ([] if again else lost)
+  # What the first layer left is there until other hidden states are.
+  behind = ["layers/layers_1.safetensors", "layers/layers_2.safetensors"]
+  assert names(path) == sorted([*saved, *behind])
+  with RunFolder(path, resume=True) as folder:
+    assert len(folder.finished) == 3 and folder.saved_index == 1
+    assert folder.discarded == []
+    folder.begin(IDENTITY, PLACE)
+    write(folder, 3)
+    assert folder.saved_index == 4
+  assert [name for name in names(path) if "streams" in name] == [
+    "streams/4-float.safetensors",
+    "streams/4-recovery0-mlp.safetensors",
+  ]
+
+
+@pytest.mark.parametrize("number", ["4", "x"])
+def test_hidden_states_of_no_finished_layer_are_refused(tmp_path, number):
+  path = make(tmp_path / "run", layers=3)
+  streams = run_folder.read_state(path)["streams"]
+  moved = {}
+  for name, entry in streams.items():
+    other = name.replace("/3-", f"/{number}-")
+    (path / name).rename(path / other)
+    moved[other] = entry
+  reseal(path, streams=moved)
+  with RunFolder(path, resume=True) as folder:
+    with pytest.raises(ValueError, match="hidden states of one of 3 layers"):
+      _ = folder.saved_index
+
+
+def test_a_new_run_waits_for_its_identity_when_it_first_writes(tmp_path):
+  asked, path = [], tmp_path / "run"
+
+  def identity():
+    asked.append(1)
+    return IDENTITY
+
+  with RunFolder(path) as folder:
+    assert folder.begin(identity, PLACE) == []
+    assert not asked and not (path / "state.json").exists()
+    write(folder, 0)
+    assert asked == [1]
+  with RunFolder(path, resume=True) as folder:
+    folder.begin(identity, PLACE)
+  assert asked == [1, 1]
+  other = IDENTITY | {"weights": "cd"}
+  with RunFolder(path, resume=True) as folder, pytest.raises(ValueError, match='"cd"'):
+    folder.begin(lambda: other, PLACE)
+
+
+def test_one_layer_is_written_behind_the_next_and_its_error_comes_then(
+  tmp_path, monkeypatch
+):
+  """The second write waits for the first; what went wrong is raised there."""
+  may_write, started = threading.Event(), []
+  original = run_folder.atomic_io.write_arrays
+
+  def slow(path, arrays, *more):
+    started.append(path.name)
+    assert may_write.wait(60)
+    return original(path, arrays, *more)
+
+  give = lambda writer, index: writer.write(
+    f"layers_{index}", layer(index), {}, streams=None, clock=CLOCK
+  )
+  monkeypatch.setattr(run_folder.atomic_io, "write_arrays", slow)
+  with RunFolder(tmp_path / "run") as folder, LayerWriter(folder) as writer:
+    folder.begin(IDENTITY, PLACE)
+    give(writer, 0)
+    assert not folder.finished, "the caller goes on before the layer is on the disk"
+    threading.Timer(0.2, may_write.set).start()
+    give(writer, 1)
+    assert len(folder.finished) == 1
+    writer.wait()
+    assert len(folder.finished) == 2
+  assert started == ["layers_0.safetensors", "layers_1.safetensors"]
+
+  def fails(path, arrays, *more):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(run_folder.atomic_io, "write_arrays", fails)
+  for end in (lambda writer: give(writer, 1), lambda writer: None):
+    path = make(tmp_path / f"full-{len(list(tmp_path.iterdir()))}", layers=0)
+    with pytest.raises(OSError, match="make room, then go on"):
+      with RunFolder(path, resume=True) as folder, LayerWriter(folder) as writer:
+        folder.begin(IDENTITY, PLACE)
+        give(writer, 0)
+        end(writer)
+  with pytest.raises(KeyError) as caught:
+    with RunFolder(path, resume=True) as folder, LayerWriter(folder) as writer:
+      folder.begin(IDENTITY, PLACE)
+      give(writer, 0)
+      raise KeyError("of the next layer")
+  assert "could not be written" in caught.value.__notes__[0]
+
+
+def test_a_folder_below_a_file_and_a_lock_that_is_a_folder_are_refused(tmp_path):
+  (tmp_path / "file").write_text("mine")
+  with pytest.raises(OSRefusal, match="got .*file, which is a file; name another"):
+    RunFolder(tmp_path / "file/run")
+  path = make(tmp_path / "run", layers=1)
+  (path / "lock").unlink()
+  (path / "lock").mkdir()
+  with pytest.raises(ValueError, match="a file lock, got a folder of that name; if"):
+    RunFolder(path, resume=True)
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -453,26 +556,26 @@ def test_another_mesh_of_a_cpu_is_recorded(tmp_path):
 
 def test_the_environment_is_all_that_may_change_bits(monkeypatch, tmp_path):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
-  here = run_folder.environment(ONE_DEVICE, None)
+  here = environment.environment(ONE_DEVICE, None)
   json.dumps(here)
   assert here["jax"] == jax.__version__ and here["XLA_FLAGS"] == {}
   assert here["platform"] == "cpu" and here["mesh"] is None
 
   def changed():
-    now = run_folder.environment(ONE_DEVICE, None)
+    now = environment.environment(ONE_DEVICE, None)
     return {key: now[key] for key in now if now[key] != here[key]}
 
-  real = run_folder.metadata.version
+  real = environment.metadata.version
   for package in ("mxjax", "jax", "jaxlib", "numpy", "scipy"):
     with monkeypatch.context() as patch:
       other = lambda name, package=package: "0" if name == package else real(name)
-      patch.setattr(run_folder.metadata, "version", other)
+      patch.setattr(environment.metadata, "version", other)
       assert changed() == {package: "0"}
   with jax.default_matmul_precision("highest"):
     assert changed() == {"jax_default_matmul_precision": "highest"}
   with jax.enable_x64(True):
     assert changed() == {"jax_enable_x64": True}
-  monkeypatch.setattr(run_folder.platform, "machine", lambda: "abacus")
+  monkeypatch.setattr(environment.platform, "machine", lambda: "abacus")
   assert changed() == {"machine": "abacus"}
   monkeypatch.undo()
   flags = "--xla_a=1 --xla_dump_to=x --xla_force_host_platform_device_count=8 --xla_a=2"

@@ -8,6 +8,9 @@ import itertools
 import os
 import pathlib
 import shutil
+import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -19,14 +22,11 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.methods.hires import stage3
 from mxjax.methods.program import Prepared
 from mxjax.models import CausalLM
-from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run import folder as run_folder
 from mxjax.run import quantize
-from mxjax.run.capture import Trajectories
-from mxjax.run.progress import Report, Stopped
-from mxjax.run.record import StageClock
-from mxjax.run.setup import Setup
+from mxjax.run.progress import Stopped
 from mxjax.storage import atomic_io
+from tests import tiny
 from tests.mxjax.quantized import damage
 
 # A stream of hidden states for each of three purposes, and little to compile.
@@ -62,7 +62,7 @@ def undisturbed(tiny_params, calib, tmp_path_factory):
 def test_a_resumed_run_leaves_no_gradients(tiny_params, calib, tmp_path):
   program, folder = methods.get("rtn:weighting=fisher"), tmp_path / "run"
   with pytest.raises(Stopped):
-    run(tiny_params, calib, folder, program, stop=lambda: True)
+    run(tiny_params, calib, folder, program, stop=lambda: True, save_every=1)
   run(tiny_params, calib, folder, program, resume=True)
   assert not [*(folder / "gradients").iterdir()]
 
@@ -112,12 +112,10 @@ def watched(at_event):
 
 
 def layers_of(place):
-  """The layers that the state in a run folder keeps, and all that were written."""
+  """The layers that the state in a run folder keeps."""
   if not (place / "state.json").is_file():
-    return [], 0
-  state = run_folder.read_state(place)
-  again = [name for name in state["removable"] if name.startswith("layers/")]
-  return state["layers"], len(state["layers"]) + len(again)
+    return []
+  return run_folder.read_state(place)["layers"]
 
 
 def test_killed_at_every_durable_event(tiny_params, calib, undisturbed, tmp_path):
@@ -135,13 +133,13 @@ def test_killed_at_every_durable_event(tiny_params, calib, undisturbed, tmp_path
       copies.append(place)
 
   with watched(copy):
-    result = run(tiny_params, calib, folder)
+    result = run(tiny_params, calib, folder, save_every=1)
   expected = bits(result.params)
   assert expected == bits(undisturbed[0].params)
-  assert len(copies) > 60
+  assert len(copies) > 40
   seen, states = set(), set()
   for place in copies:
-    finished = len(layers_of(place)[0])
+    finished = len(layers_of(place))
     files = [p for p in sorted(place.rglob("*")) if p.is_file()]
     state = tuple((p.relative_to(place).as_posix(), p.read_bytes()) for p in files)
     if state in states:
@@ -159,17 +157,30 @@ def test_killed_at_every_durable_event(tiny_params, calib, undisturbed, tmp_path
   assert seen == {0, 1, 2} and len(states) > 15
 
 
-@pytest.fixture(scope="module")
-def deep(tiny_config, tiny_tokens):
+def deep_model():
   """A model of four layers, its params, and calibration tokens."""
-  config = dataclasses.replace(tiny_config, num_layers=4)
-  model = CausalLM(config)
-  params = model.init(jax.random.key(5), tiny_tokens[:1])["params"]
-  return params, Calibration(model, tiny_tokens[:2])
+  model = CausalLM(dataclasses.replace(tiny.config(), num_layers=4))
+  tokens = np.random.default_rng(3).integers(0, 61, (2, 16)).astype(np.int32)
+  return model, model.init(jax.random.key(5), tokens[:1])["params"], tokens
 
 
-def test_killed_with_hidden_states_of_every_third_layer(deep, tmp_path):
-  """The layers after the last hidden states are done again, to the same bits."""
+@pytest.fixture(scope="module")
+def deep():
+  model, params, tokens = deep_model()
+  return params, Calibration(model, tokens)
+
+
+def saved_files(folder):
+  """Bytes of what a finished run is, and what its state says of its layers."""
+  layers = run_folder.read_state(folder)["layers"]
+  told = [{key: one[key] for key in ("name", "files", "record")} for one in layers]
+  files = sorted((folder / "layers").iterdir())
+  return {file.name: file.read_bytes() for file in files}, told
+
+
+@pytest.mark.parametrize("save_every", [None, 3], ids=["none", "every third"])
+def test_killed_behind_the_last_hidden_states(deep, tmp_path, save_every):
+  """The layers since then are replayed, none is quantized twice: the same bits."""
   folder, copies = tmp_path / "run", []
 
   def copy(number, name):
@@ -179,40 +190,113 @@ def test_killed_with_hidden_states_of_every_third_layer(deep, tmp_path):
       copies.append(place)
 
   with watched(copy):
-    result = run(*deep, folder, save_every=3)
-  assert result.record.save_every == 3
-  expected, again = bits(run(*deep).params), set()
+    result = run(*deep, folder, save_every=save_every)
+  assert result.record.save_every == save_every
+  expected, replayed = bits(run(*deep).params), set()
   assert bits(result.params) == expected
   for place in copies:
-    kept, written = layers_of(place)
-    worked = []
-    resumed = run(*deep, place, resume=True, save_every=3, on_progress=worked.append)
+    kept, worked = len(layers_of(place)), []
+    has_streams = bool(list((place / "streams").iterdir()))
+    resumed = run(*deep, place, resume=True, on_progress=worked.append)
     assert bits(resumed.params) == expected, place.name
-    assert len(kept) == (written if written == 4 else 3 * (written // 3))
-    assert {p.layer for p in worked} == set(range(len(kept), 4)), place.name
-    again.add(written - len(kept))
-  assert again == {0, 1, 2}
+    assert saved_files(place) == saved_files(folder)
+    assert {p.layer for p in worked} == set(range(kept, 4)), place.name
+    fractions = [p.fraction for p in worked]
+    assert fractions == sorted(fractions)
+    stages = [p.stage for p in worked if p.stage.startswith("replay")]
+    first = 3 if has_streams and kept == 3 else 0
+    again = range(first, kept) if kept < 4 else []
+    assert stages == [f"replay of layer {i + 1}/{kept}" for i in again]
+    replayed.add(len(stages))
+  assert replayed == ({0, 1, 2, 3} if save_every is None else {0, 1, 2})
+
+
+def test_a_replay_that_does_not_repeat_its_bits_is_refused(deep, tmp_path, monkeypatch):
+  folder, solve = tmp_path / "run", stage3.AttentionFit.solve
+  with pytest.raises(Stopped):
+    run(*deep, folder, stop=lambda: True)
+
+  def other(self, moments):
+    leaf, record = solve(self, moments)
+    return jax.tree.map(lambda a: a * 2, leaf), record
+
+  monkeypatch.setattr(stage3.AttentionFit, "solve", other)
+  with pytest.raises(ValueError, match="layers_0: expected a replay to find the reco"):
+    run(*deep, folder, resume=True)
+
+
+@pytest.mark.parametrize("method", ["hires", "gptq:weighting=fisher", "hires-descent"])
+def test_a_resumed_method_has_the_files_of_an_undisturbed_run(deep, tmp_path, method):
+  whole = run(*deep, tmp_path / "whole", method)
+  calls = iter([False, False, True])
+  with pytest.raises(Stopped, match="after layer 3 of 4"):
+    run(*deep, tmp_path / "run", method, stop=lambda: next(calls))
+  resumed = run(*deep, tmp_path / "run", method, resume=True)
+  assert bits(resumed.params) == bits(whole.params)
+  assert saved_files(tmp_path / "run") == saved_files(tmp_path / "whole")
+  assert resumed.record.clock.seconds["replay"] > 0
+
+
+KILLED_IN_FLIGHT = """
+import os, signal, sys, threading
+import mxjax
+from mxjax.run import folder
+from tests.mxjax.run import test_resume as t
+
+model, params, tokens = t.deep_model()
+next_layer = threading.Event()
+original = folder.atomic_io.write_arrays
+
+def write(path, arrays, *more):
+  if path.name == "layers_1.safetensors":
+    assert next_layer.wait(120)
+    path.with_name(path.name + ".partial-0").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+  return original(path, arrays, *more)
+
+folder.atomic_io.write_arrays = write
+def told(now):
+  if (now.layer, now.stage) == (2, "quantization"):
+    next_layer.set()
+
+t.run(params, mxjax.Calibration(model, tokens), sys.argv[1], on_progress=told)
+"""
+
+
+def test_killed_while_a_layer_is_written_behind_the_next(deep, tmp_path):
+  """SIGKILL in the thread that writes layer 1, while layer 2 is quantized."""
+  folder, root = tmp_path / "run", pathlib.Path(__file__).parents[3]
+  done = subprocess.run(
+    [sys.executable, "-c", KILLED_IN_FLIGHT, folder],
+    cwd=root,
+    env=os.environ | {"PYTHONPATH": str(root)},
+    check=False,
+  )
+  assert done.returncode == -signal.SIGKILL
+  assert len(layers_of(folder)) == 1
+  resumed = run(*deep, folder, resume=True)
+  assert bits(resumed.params) == bits(run(*deep).params)
 
 
 def test_a_stopped_run_loses_nothing(deep, tmp_path):
   folder, calls = tmp_path / "run", iter([False, True])
   with pytest.raises(Stopped, match="after layer 2 of 4"):
     run(*deep, folder, save_every=4, stop=lambda: next(calls))
-  resumed = run(*deep, folder, resume=True, save_every=4)
+  told = []
+  resumed = run(*deep, folder, resume=True, save_every=4, on_progress=told.append)
+  assert not [now.stage for now in told if now.stage.startswith("replay")]
   assert [one["layer"] for one in resumed.record.resumed] == [2]
   assert bits(resumed.params) == bits(run(*deep).params)
 
 
-def test_how_often_hidden_states_are_written_depends_on_their_size(deep, tmp_path):
-  sizes = (0, 1, 2**30, 2**30 + 1, 3 * 2**31, 2**40)
-  assert [quantize.default_save_every(size) for size in sizes] == [1, 1, 1, 2, 6, 8]
-  setup = Setup.of(*deep, PROGRAM, PAPER_CONTRACT, chunk=2)
-  trajectories = Trajectories.begin(setup, None, Report(PROGRAM, 4, StageClock()))
-  nbytes = trajectories.nbytes()
-  assert nbytes == 3 * sum(part.nbytes for part in trajectories.entering())
-  assert run(*deep).record.save_every is None
-  with pytest.raises(ValueError, match="save_every of at least 1, got 0"):
-    run(*deep, tmp_path / "none", save_every=0)
+def test_by_default_no_hidden_states_are_written(deep, tmp_path):
+  with pytest.raises(Stopped):
+    run(*deep, tmp_path / "run", stop=lambda: True)
+  assert not list((tmp_path / "run/streams").iterdir())
+  for wrong in (0, -1, 2.5, True, "a"):
+    with pytest.raises(ValueError, match="save_every: a whole number"):
+      run(*deep, tmp_path / "none", save_every=wrong)
+  assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, 13), (errno.EIO, 40)])
@@ -242,7 +326,7 @@ def test_a_disk_that_fails_at_any_event(
 def test_damage_is_refused_before_any_work(tiny_params, calib, undisturbed, tmp_path):
   folder = tmp_path / "run"
   with pytest.raises(Stopped, match="stopped after layer 1 of 2"):
-    run(tiny_params, calib, folder, stop=lambda: True)
+    run(tiny_params, calib, folder, stop=lambda: True, save_every=1)
   names = [p for p in folder.rglob("*") if p.is_file()]
   assert len(names) == 6
   for file in names:

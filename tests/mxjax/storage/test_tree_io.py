@@ -44,6 +44,6 @@ def test_arrays_that_are_absent_or_other_are_named():
   assert tree_io.changed_arrays(entries, changed) == ["b", "c"]
 
 
-def test_flatten_names_leaves_by_path():
-  flat = tree_io.flatten({"a": {"b": jnp.ones(2)}})
+def test_leaves_are_named_by_their_path():
+  flat = tree_io.leaves_by_path({"a": {"b": jnp.ones(2)}})
   assert list(flat) == ["a/b"]
