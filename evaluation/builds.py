@@ -27,6 +27,7 @@ from mxjax.evaluation.subjects import (
 )
 from mxjax.methods import reused
 from mxjax.methods.program import Program
+from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run import folder as run_folder
 from mxjax.run import progress, quantize
 from mxjax.storage import atomic_io, checkpoint, layer_store, sealed
@@ -74,8 +75,9 @@ def run_method(
     # Includes the time of interrupted processes.
     seconds = sum(result.record.clock.seconds.values())
   record = result.record.to_dict()
+  contract = program.under(options.get("contract", PAPER_CONTRACT))
   row = {
-    "method": program.name,
+    "method": contract.marked(program.name),
     "seconds": seconds,
     **subject.measure(
       result.params,
@@ -218,6 +220,7 @@ def build(
         prepared.tokenizer,
         calibration=row["record"]["calibration"],
         program=row["record"]["program"],
+        contract=program.under(PAPER_CONTRACT),
         extra={"arithmetic": row["arithmetic"]},
       )
     elif is_leader:
@@ -265,7 +268,9 @@ def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
       f"in {options.linears}",
       mend="leave the option out",
     )
-  return reused.reuse(program, checkpoint.load(folder, products=None)[1])
+  contract = program.under(PAPER_CONTRACT)
+  params = checkpoint.load(folder, contract=contract, products=None)[1]
+  return reused.reuse(program, params)
 
 
 def save_checkpoint(
@@ -315,6 +320,6 @@ def finish(
   title = f"{what} {provenance.short_name(model)}"
   with atomic_io.explaining(folder):
     atomic_io.write_json(folder / "result.json", rows, indent=1)
-    subtitle = f"{model}, strict MXFP4 W4A4"
+    subtitle = f"{model}, {provenance.forms(rows)}"
     page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
     sealed.write_outputs(folder)

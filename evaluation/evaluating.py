@@ -221,9 +221,10 @@ def _facts(source: str | os.PathLike[str] | None) -> dict[str, Any]:
   folder = subjects.checkpoint_folder(pathlib.Path(str(source)))
   manifest = checkpoint.read_manifest(folder)
   program, calibration = manifest["program"], manifest["calibration"] or {}
+  contract = checkpoint.read_contract(folder)
   return {
     "model": calibration.get("model") or folder.parent.name,
-    "method": (program or {}).get("name", "quantized"),
+    "method": contract.marked((program or {}).get("name", "quantized")),
     "seed": calibration.get("seed"),
     "calibration": calibration,
     "program": program,

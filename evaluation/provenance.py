@@ -8,10 +8,15 @@ import os
 import pathlib
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+FORMS = {
+  "W4A4": "strict MXFP4 W4A4",
+  "W4A16": "MXFP4 weights with float inputs (W4A16), outside the paper's contract",
+}
+"""What results call a `Contract.form`."""
 DEFAULT_MODEL = "SmolLM2-135M"
 """Name of the embedded model."""
 PACKAGES = ("mxjax", "jax", "jaxlib", "flax", "numpy", "transformers")
@@ -20,6 +25,13 @@ PACKAGES = ("mxjax", "jax", "jaxlib", "flax", "numpy", "transformers")
 def short_name(model: str) -> str:
   """Returns the last part of a model's path or hub id, also of `.` and `..`."""
   return os.path.basename(os.path.abspath(model))
+
+
+def forms(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Returns what the rows of a result are, such as `strict MXFP4 W4A4`."""
+  good = [row for row in rows if "error" not in row]
+  found = {row.get("record", {}).get("form", "W4A4") for row in good} or {"W4A4"}
+  return "; ".join(told for form, told in FORMS.items() if form in found)
 
 
 def source(model: str) -> str | None:

@@ -25,6 +25,7 @@ from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import Perplexity, perplexity
 from mxjax.layers import inference_packing
+from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run import progress
 from mxjax.storage import checkpoint
 
@@ -311,7 +312,12 @@ def restore(
   if is_checkpoint(source):
     folder = checkpoint_folder(str(source))
     products = None if storage else "fastest"
-    model, params = checkpoint.load(folder, mesh=mesh, products=products)
+    # Weight-only models are evaluated, too; what they are called says what they are.
+    activations = checkpoint.read_contract(folder).activations
+    contract = dataclasses.replace(PAPER_CONTRACT, activations=activations)
+    model, params = checkpoint.load(
+      folder, contract=contract, mesh=mesh, products=products
+    )
     if dtype not in (None, model.config.dtype):
       raise ValueRefusal(
         folder,

@@ -141,8 +141,10 @@ def provenance(run: Mapping[str, Any]) -> str:
   arithmetic = run.get("arithmetic") or {}
   calibration = record["calibration"]
   shape = " × ".join(str(n) for n in calibration.get("shape", ()))
+  is_strict = record.get("form", "W4A4") == "W4A4"
+  outside = () if is_strict else (f"{record['form']}, outside the paper's contract",)
   values = {
-    "contract": record["contract_hash"],
+    "contract": ", ".join((record["contract_hash"], *outside)),
     "calibration": calibration.get("fingerprint", "unknown"),
     "calibration tokens": shape or "unknown",
     "program": json.dumps(record["program"], ensure_ascii=False),

@@ -41,8 +41,8 @@ class Row:
 
   @property
   def label(self) -> str:
-    """Its name in the table."""
-    return f"{self.program.name} {self.mark}".strip()
+    """Its name in the table; what only quantizes weights says so."""
+    return self.contract.marked(f"{self.program.name} {self.mark}".strip())
 
 
 def declared(
@@ -52,7 +52,9 @@ def declared(
   programs = [methods.get(name) for name in names]
   rules = (contracts or {"": PAPER_CONTRACT}).items()
   pairs = itertools.product(programs, rules)
-  return [Row(program, contract, mark) for program, (mark, contract) in pairs]
+  return [
+    Row(program, program.under(contract), mark) for program, (mark, contract) in pairs
+  ]
 
 
 @dataclasses.dataclass(kw_only=True)

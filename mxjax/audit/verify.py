@@ -34,7 +34,8 @@ _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 class Audit:
   """The result of an audit: no `faults`, one sentence each, if all is sound.
 
-  `counts` are checked items by kind; `contract` is the hash of the model's contract.
+  `counts` are checked items by kind; `contract` is the hash of the model's contract and
+  `form` its `Contract.form`.
   """
 
   folder: str
@@ -42,6 +43,7 @@ class Audit:
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
   contract: str = ""
   is_paper_contract: bool = False
+  form: str = ""
 
   def to_dict(self) -> dict[str, Any]:
     """Converts the audit to nested dicts that JSON can represent."""
@@ -51,6 +53,8 @@ class Audit:
     """Summarizes the audit for printing after the faults."""
     looked = ", ".join(f"{count} {name}" for name, count in self.counts.items())
     kind = "the paper's" if self.is_paper_contract else "another than the paper's"
+    if self.form != PAPER_CONTRACT.form:
+      kind = f"{self.form}, outside the paper's {PAPER_CONTRACT.form} contract"
     verdict = f"{len(self.faults)} faults" if self.faults else "everything holds"
     contract = f"contract {self.contract[:12]}, {kind}" if self.contract else ""
     return [line for line in (contract, f"checked {looked}: {verdict}") if line]
@@ -102,6 +106,7 @@ def _read_contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None
     return None
   audit.contract = contract.hash
   audit.is_paper_contract = contract == PAPER_CONTRACT
+  audit.form = contract.form
   if contract.hash == manifest["contract_hash"]:
     return contract
   audit.faults.append(
@@ -158,7 +163,7 @@ def _check_params(
       if node.rules != contract.rules:
         audit.faults.append(f"{name} has {node.rules}, not the contract's.")
       rng = np.random.default_rng([seed, linears])
-      faults = verify_linears.faults(node, rng)
+      faults = verify_linears.faults(node, rng, contract.activations)
       audit.faults += [f"{name}: {text}." for text in faults]
       linears += 1
     elif is_target:

@@ -16,6 +16,7 @@ from mxjax.layers import quantized_linear
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.contract import Activations
 from mxjax.storage.tree_io import leaves_by_path
 
 GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -118,6 +119,24 @@ def _map_faults(
     yield f"its map does not reproduce the folded function, relative error {error:.1e}"
 
 
+def _mapped(leaf: QuantizedLinear, x: np.ndarray) -> np.ndarray:
+  """Returns inputs `[n, width]` behind the map, float64 `[blocks, 32, n]`."""
+  blocks = x.T.reshape(-1, BLOCK, len(x)).astype(np.float64)
+  if leaf.input_map is None:
+    return blocks
+  with precision.float64_scope():
+    return np.asarray(leaf.input_map.apply(jnp.asarray(blocks)), np.float64)
+
+
+def _float_operand_faults(
+  leaf: QuantizedLinear, x: np.ndarray, operand: np.ndarray
+) -> Iterator[str]:
+  """Checks that the operand is the mapped input itself, not a rounded one."""
+  error = _relative_error(operand, _mapped(leaf, x))
+  if not error <= PRODUCT_TOLERANCE:
+    yield f"its operand is not its mapped input, relative error {error:.1e}"
+
+
 def _operand_faults(
   leaf: QuantizedLinear, x: np.ndarray, operand: np.ndarray
 ) -> Iterator[str]:
@@ -128,12 +147,8 @@ def _operand_faults(
   allowed, rules = leaf.rounding.edits, leaf.rounding.scale_rules(leaf.rules)
   if allowed is None or leaf.rules != mxfp4.PAPER_RULES:
     return
-  blocks = x.T.reshape(-1, BLOCK, len(x))
-  if leaf.input_map is not None:
-    with precision.float64_scope():
-      blocks = np.asarray(leaf.input_map.apply(jnp.asarray(blocks, jnp.float64)))
   rounds_up = rules.scale_rule == "even"
-  nearest, either = _nearest(np.asarray(blocks, np.float64), rounds_up=rounds_up)
+  nearest, either = _nearest(_mapped(leaf, x), rounds_up=rounds_up)
   edits = ((operand != nearest) & ~either).sum(1)
   if bad := int((edits > allowed).sum()):
     yield (
@@ -149,11 +164,21 @@ def _run(x: jax.Array, leaf: QuantizedLinear) -> tuple[jax.Array, jax.Array]:
   return operand, linear(x, leaf, implementation="xla")
 
 
-def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
-  """Yields everything wrong with one linear, a phrase each; `rng` draws the inputs."""
+def faults(
+  leaf: QuantizedLinear,
+  rng: np.random.Generator,
+  activations: Activations = "mxfp4",
+) -> Iterator[str]:
+  """Yields everything wrong with one linear, a phrase each.
+
+  `rng` draws the inputs, and `activations` is what the contract says of them.
+  """
   fatal = list(payload_faults(leaf))
-  if not leaf.rounding.is_legal:
+  is_float = activations == "float"
+  if not leaf.rounding.is_legal and not is_float:
     fatal.append("its inputs are not rounded to A4")
+  if leaf.rounding.is_legal and is_float:
+    fatal.append("its inputs are rounded to A4, and its contract leaves them float")
   yield from fatal
   if fatal:
     return
@@ -164,7 +189,10 @@ def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   x = rng.standard_normal((PROBES, width)).astype(np.float32)
   flat, output = map(np.asarray, _run(jnp.asarray(x), leaf))
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
-  yield from _operand_faults(leaf, x, operand)
+  if is_float:
+    yield from _float_operand_faults(leaf, x, operand)
+  else:
+    yield from _operand_faults(leaf, x, operand)
   expected = flat.astype(np.float64).T @ decoded.T
   error = _relative_error(output.astype(np.float64), expected)
   if not error <= PRODUCT_TOLERANCE:

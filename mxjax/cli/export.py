@@ -258,6 +258,10 @@ def _measure(
     effective, config, _ = dequant.effective_params(params, source.config, dtype)
     measured["exported, activations not rounded"] = measure(effective, config)
   if options.format == "compressed-tensors":
-    name = "exported, activations as compressed-tensors rounds them"
-    measured[name] = measure(compressed_tensors.runtime_params(params))
+    facts = source.facts["contract"]
+    is_float = facts.get("activations") == "float"
+    how = "not rounded" if is_float else "as compressed-tensors rounds them"
+    measured[f"exported, activations {how}"] = measure(
+      compressed_tensors.runtime_params(params)
+    )
   return measured

@@ -26,18 +26,21 @@ def run(options: argparse.Namespace) -> None:
   from mxjax import models
   from mxjax.cli import output
   from mxjax.evaluation import builds
+  from mxjax.numerics.contract import PAPER_CONTRACT
   from mxjax.storage import atomic_io, export
   from mxjax.storage.export import compressed_tensors
 
   out = atomic_io.check_output(options.out)
   folder = pathlib.Path(options.folder)
   model = export.read_compressed_tensors(folder)
+  activations = "mxfp4" if model.rounds_inputs else "float"
   dtype = options.dtype or models.default_dtype(str(folder))
   builds.save_checkpoint(
     out,
     model.params,
     dataclasses.replace(model.config, dtype=dtype),
     models.load_tokenizer(str(folder)),
+    contract=dataclasses.replace(PAPER_CONTRACT, activations=activations),
     program={"name": f"imported from {compressed_tensors.METHOD}"},
     extra={"rounds_inputs": model.rounds_inputs},
   )

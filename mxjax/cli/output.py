@@ -13,6 +13,7 @@ from rich import progress as rich_progress
 from rich import table as rich_table
 from rich.console import Console
 
+from mxjax.evaluation import provenance
 from mxjax.evaluation.estimates import Clock
 from mxjax.evaluation.report import numbers
 from mxjax.evaluation.report.tables import Table
@@ -91,7 +92,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
       shown = _cells(row)
       body.append([row["method"], *(shown[head] or "-" for head in heads)])
   note = "; ".join(f"{row['method']}: {row['error']}" for row in rows if "error" in row)
-  return Table("strict MXFP4 W4A4", ("method", *heads), body, note)
+  return Table(provenance.forms(rows), ("method", *heads), body, note)
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str | None]:

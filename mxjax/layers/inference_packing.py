@@ -116,7 +116,8 @@ def with_products(
   misfits: list[str] = []
 
   def choose(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
-    if products != "float8":
+    # What is not rounded to A4 does not fit eight bits.
+    if products != "float8" or not leaf.rounding.is_legal:
       return dataclasses.replace(leaf, float8_scale=None)
     scale, fits = mxfp4_decode.float8_range(leaf.weight)
     if not fits:

@@ -210,7 +210,7 @@ def map_rows(
 def linear(
   x: fused_inputs.Input, weight: Weight, *, implementation: Implementation | None = None
 ) -> jax.Array:
-  """Computes `x @ weight.T`, strictly W4A4 where the weight is quantized.
+  """Computes `x @ weight.T`, by its own A4 rule where the weight is quantized.
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16, or deferred inputs.

@@ -29,6 +29,9 @@ from mxjax.pallas_kernels.refinement.one_code import Form
 class QuantizedLinear:
   """A strict W4A4 linear that replaces a weight `[out_features, in_features]`.
 
+  It is weight-only, W4A16, where the rule of its inputs is `Unrounded`: outside the
+  paper's contract, see `Contract.activations`.
+
   Attributes:
     weight: Packed weights in the coordinates of `input_map`.
     input_map: The online map of the inputs, or None.

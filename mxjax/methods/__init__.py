@@ -89,14 +89,16 @@ def get(method: "str | program.Program") -> "program.Program":
   """Looks a program up by name; a `Program` is checked and returned unchanged.
 
   `method` may carry options, such as `gptq:scales=static:order=activation`, among them
-  `recover`, whose value `stage3.parse` reads: `hires:recover=attention`. After
+  `recover`, whose value `stage3.parse` reads: `hires:recover=attention`, and
+  `activations=float` for the weight-only form; see `Program.activations`. After
   the name, `+r` adds HiRes' recovery to any method. It may end in `+tune` for scale
   distillation, with options of its own, such as `hires:weighting=fisher+tune:epochs=2`.
   The program is then named by the whole text.
 
   Raises:
     ValueError: The name or an option is unknown, an option is given twice, or a value
-      has the wrong type or is out of bounds; or a recovery fit occurs twice.
+      has the wrong type or is out of bounds; a recovery fit occurs twice; or inputs
+      stay float in a method that is about A4.
   """
   if not isinstance(method, str):
     return _checked(method)
@@ -130,6 +132,7 @@ def _checked(program: "program.Program") -> "program.Program":
   options.check(program.name, program)
   if program.tune is not None:
     options.check(f"the tuning of {program.name}", program.tune)
+  _check_without_a4(program)
   fits = [fit.name for fit in program.recover]
   if len({*fits}) < len(fits):
     raise ValueRefusal(
@@ -140,6 +143,30 @@ def _checked(program: "program.Program") -> "program.Program":
       mend="leave one out",
     )
   return program
+
+
+def _check_without_a4(program: "program.Program") -> None:
+  """Rejects `activations=float` where a method, or a fit of it, is about A4.
+
+  Raises:
+    ValueError: It is.
+  """
+  if program.activations == "mxfp4":
+    return
+  if program.needs_a4:
+    raise ValueRefusal(
+      "methods",
+      expected=f"{program.name} to round its inputs, because {program.needs_a4}",
+      got=f"activations={program.activations}",
+      mend="choose a method whose codes do not come from A4, such as gptq or hires",
+    )
+  if early := [fit.label for fit in program.recover if fit.on == "unrounded"]:
+    raise ValueRefusal(
+      "methods",
+      expected="fits of what the model computes, which has no A4 to leave out",
+      got=f"{' and '.join(early)} beside activations={program.activations}",
+      mend="leave -unrounded out",
+    )
 
 
 def _with_options(place: str, options: Any, settings: Sequence[str]) -> Any:
@@ -160,7 +187,17 @@ def _with_options(place: str, options: Any, settings: Sequence[str]) -> Any:
       got=f"{', '.join(twice)} more often",
       mend="leave one out",
     )
-  return dataclasses.replace(options, **dict(pairs))
+  chosen = dict(pairs)
+  idle = [key for key in keys if key in getattr(options, "a4_options", ())]
+  if idle and chosen.get("activations") == "float":
+    raise ValueRefusal(
+      "methods",
+      expected=f"no {' and '.join(idle)} beside activations=float, which rounds no "
+      "inputs",
+      got=" and ".join(f"{key}={chosen[key]}" for key in idle),
+      mend="leave one of them out",
+    )
+  return dataclasses.replace(options, **chosen)
 
 
 def _option(place: str, program: Any, text: str) -> tuple[str, Any]:

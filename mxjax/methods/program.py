@@ -17,7 +17,7 @@ from mxjax.methods import hook_results
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
-from mxjax.numerics.contract import Contract
+from mxjax.numerics.contract import Activations, Contract
 from mxjax.numerics.realization import activation_quantizers, gptq
 from mxjax.numerics.shaping import input_maps
 from mxjax.numerics.shaping.input_maps import InputMap
@@ -74,14 +74,30 @@ class Program:
     weighting: Whether tokens count equally in the moments that hooks see, or by their
       Fisher information, for which the model is differentiated once; see `fisher`.
     tune: Scale distillation after everything else, or None.
+    activations: Whether the linears round their inputs, `mxfp4`, or leave them as they
+      are, `float`. Weights are quantized alike in both, so that a model of each shows
+      what A4 costs; `float` is outside the paper's contract. Recovery and tuning
+      measure the model without A4 then, and the rules of A4 have no effect.
   """
 
   name: str = "rtn"
   recover: tuple[RecoveryFit, ...] = ()
   weighting: Literal["uniform", "fisher"] = "uniform"
   tune: ScaleDistillation | None = None
+  activations: Activations = "mxfp4"
+  needs_a4: ClassVar[str | None] = None
+  """Why the method means nothing without A4, as what a sentence says of it, or None."""
+  a4_options: ClassVar[tuple[str, ...]] = ()
+  """Options that say how inputs are rounded."""
   rotates_model: ClassVar[bool] = False
   """Whether `prepare` gives linears other coordinates than the float model's."""
+
+  def under(self, contract: Contract) -> Contract:
+    """Returns the contract of the program's results, where `contract` is the given one.
+
+    It differs in `activations`, which the program decides.
+    """
+    return dataclasses.replace(contract, activations=self.activations)
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
     """Rewrites the float model, keeping its function, or learns; runs first."""
@@ -145,6 +161,9 @@ class Program:
       for name, value in fields.items()
       if name not in ("name", "recover", "tune")
     }
+    # As in `Contract.to_dict`: what it was before there was a choice.
+    if self.activations == "mxfp4":
+      del options["activations"]
     if self.tune is not None:
       options["tune"] = dataclasses.asdict(self.tune)
     recover = [fit.label for fit in self.recover]

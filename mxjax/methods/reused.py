@@ -63,6 +63,7 @@ def reuse(program: Program, params: Params) -> Reused:
   return Reused(
     name=program.name,
     recover=program.recover,
+    activations=program.activations,
     program=program,
     leaves=leaves,
   )

@@ -3,10 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal, get_args
 
-from mxjax.errors import TypeRefusal
+from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.numerics import mxfp4
+
+Activations = Literal["mxfp4", "float"]
+"""What a quantized linear does to its inputs: rounds them to strict A4, or nothing."""
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The seven decoder projections; embeddings, norms and the head are not quantized."""
@@ -17,12 +20,16 @@ class Contract:
   """Conditions of a result; only results with equal contracts are comparable.
 
   They are the scale and tie rules of both operands, the quantized projections, the
-  values on the input axis that share a scale, the formats of elements and scales, and
-  whether evaluation may use a KV cache. Paper: Frozen contract (Preliminaries) and
-  Quantization Setup (Appendix).
+  values on the input axis that share a scale, the formats of elements and scales,
+  whether evaluation may use a KV cache, and whether inputs are rounded at all. Paper:
+  Frozen contract (Preliminaries) and Quantization Setup (Appendix).
+
+  With `activations="float"` only weights are quantized, W4A16. The paper has no such
+  contract; programs choose it, see `Program.activations`.
 
   Raises:
     TypeError: `targets` are no tuple of names.
+    ValueError: `activations` is not a known name.
   """
 
   rules: mxfp4.Rules = mxfp4.PAPER_RULES
@@ -31,6 +38,7 @@ class Contract:
   element: str = "E2M1"
   scale: str = "E8M0"
   kv_cache: bool = False
+  activations: Activations = "mxfp4"
 
   def __post_init__(self) -> None:
     given = self.targets
@@ -44,10 +52,32 @@ class Contract:
         got=repr(given),
         mend=f"pass a tuple, such as targets={names!r}",
       )
+    if self.activations not in (known := get_args(Activations)):
+      raise ValueRefusal(
+        "Contract",
+        expected=f"activations of {' or '.join(known)}",
+        got=repr(self.activations),
+        mend="leave it out for the paper's contract",
+      )
+
+  @property
+  def form(self) -> str:
+    """The field's name of the form: W4A4, or W4A16 where only weights are quantized."""
+    return "W4A4" if self.activations == "mxfp4" else "W4A16"
+
+  def marked(self, name: str) -> str:
+    """Returns the name of a method, marked unless both operands are quantized."""
+    return name if self.form == "W4A4" else f"{name} [{self.form}]"
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns a JSON-ready dict."""
-    return dataclasses.asdict(self)
+    """Returns a JSON-ready dict, with `activations` only where they stay float.
+
+    A contract that quantizes both operands so keeps the hash of every earlier result.
+    """
+    values = dataclasses.asdict(self)
+    if self.form == "W4A4":
+      del values["activations"]
+    return values
 
   @classmethod
   def from_dict(cls, values: dict[str, Any]) -> "Contract":

@@ -8,6 +8,7 @@ Paper: Algorithm hiresmx.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -20,8 +21,11 @@ from mxjax import errors
 from mxjax.calibration.calibration import Params, replace_weights
 from mxjax.devices import execution, processes
 from mxjax.errors import ValueRefusal
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import hook_results, scale_distillation
 from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.contract import Contract
+from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.run.capture import Captured, Trajectories
 from mxjax.run.progress import Report
 from mxjax.run.record import linear_record
@@ -71,7 +75,7 @@ def quantize_layer(
         inputs = captured.inputs(sublayer, linear, group)
         made = program.quantize_linear(weight, inputs)
         hook_results.check_linear(program, made, weight, setup.contract.rules)
-        leaf, told = made
+        leaf, told = _under_contract(made.leaf, setup.contract), made.record
       leaves[sublayer, linear] = execution.block_on_cpu(leaf)
       path = f"{sublayer}/{linear}"
       linears[path] = linear_record(weight, leaf, inputs, told, probe=setup.probe)
@@ -91,6 +95,27 @@ def quantize_layer(
   trajectories.leave(captured)
   record = {"name": name, "linears": linears, "recovery": recovery}
   return FinishedLayer(name, quantized, record)
+
+
+def _under_contract(leaf: QuantizedLinear, contract: Contract) -> QuantizedLinear:
+  """Returns a linear that treats its inputs as the contract says.
+
+  It happens here and not in the methods, so that no weight-only model can have the
+  paper's contract, whoever wrote its method.
+
+  Raises:
+    ValueError: The contract rounds inputs and the linear's rule does not.
+  """
+  if contract.activations == "float":
+    return dataclasses.replace(leaf, rounding=Unrounded())
+  if not leaf.rounding.is_legal:
+    raise ValueRefusal(
+      "quantize",
+      expected="a rule that rounds inputs to legal A4",
+      got=type(leaf.rounding).__name__,
+      mend="give the program activations='float', which marks its results",
+    )
+  return leaf
 
 
 def replay_layer(setup: Setup, trajectories: Trajectories, layer: Params) -> None:

@@ -93,6 +93,7 @@ def run(
   record = QuantizationRecord(
     program=dict(setup.program.describe()),
     contract_hash=setup.contract.hash,
+    form=setup.contract.form,
     calibration=setup.data(),
     layers=outcome.records,
     clock=clock,

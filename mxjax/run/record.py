@@ -94,6 +94,8 @@ class QuantizationRecord:
   #: Divergence of every step of scale distillation, and how far the factors of each
   #: layer moved.
   tuning: dict[str, Any] | None = None
+  #: W4A4, or W4A16 for weights alone, which is outside the paper's contract.
+  form: str = "W4A4"
 
   def to_dict(self) -> dict[str, Any]:
     """Converts the record to nested dicts that JSON can represent."""

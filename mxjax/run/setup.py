@@ -137,6 +137,14 @@ class Setup:
         mend="remove these keys, or pass an empty dict or another LayerStore",
       )
     placement, program = Placement.of(mesh), methods.get(method)
+    if contract.activations != "mxfp4" and contract != program.under(contract):
+      raise ValueRefusal(
+        "quantize",
+        expected="a program whose inputs stay as they are, as in the contract",
+        got=f"{program.name}, which rounds them",
+        mend="choose activations=float in the method, such as gptq:activations=float, "
+        "which brings its contract along",
+      )
     setup = cls(params, calib, program, contract, placement, probe=probe, store=store)
     if isinstance(calib.model, AnyModule):
       options = {"store": store, "into": into, "mesh": mesh}
@@ -152,7 +160,12 @@ class Setup:
       _check_model(setup)
     on_primary = placement.on_primary(setup.params)
     chunk = placement.chunk_size(calib.count, chunk)
-    setup = dataclasses.replace(setup, params=on_primary, chunk=chunk)
+    setup = dataclasses.replace(
+      setup,
+      params=on_primary,
+      chunk=chunk,
+      contract=setup.program.under(setup.contract),
+    )
     _check_targets(setup)
     _check_weights(setup)
     _check_description(program)
@@ -416,6 +429,15 @@ def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]
         got=f"{program.name}, which {obstacle}",
         mend="choose another, such as gptq or hires",
       )
+  if len({program.activations for program in programs}) > 1:
+    raise ValueRefusal(
+      "quantize",
+      expected="methods that all round their inputs, or none, under one contract",
+      got=", ".join(
+        f"{one.name} with activations={one.activations}" for one in programs
+      ),
+      mend="choose the same activations for all of them",
+    )
   unfit = sorted({fit.name for program in programs for fit in program.recover})
   kept = [dataclasses.replace(program, recover=()) for program in programs]
   if len(kept) == 1:
@@ -423,4 +445,7 @@ def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]
   order = {key: place for place, key in enumerate(by_method)}
   choice = {name: order[key] for name, key in keys.items()}
   name = " and ".join(program.name for program in kept)
-  return ByRule(name=name, programs=kept, choice=choice), unfit
+  found = ByRule(
+    name=name, programs=kept, choice=choice, activations=programs[0].activations
+  )
+  return found, unfit

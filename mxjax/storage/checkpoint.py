@@ -79,6 +79,19 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
   return sealed.read(file, what, MEND, kind=_Manifest, version=version)
 
 
+def read_contract(path: str | os.PathLike[str]) -> Contract:
+  """Reads the contract of a checkpoint folder; reads no array.
+
+  Raises:
+    FileNotFoundError: There is no manifest.
+    ValueError: The manifest is damaged, or its contract is none that is known.
+  """
+  folder = pathlib.Path(path)
+  values = read_manifest(folder)["contract"]
+  with refusing(folder / MANIFEST, "the contract of a checkpoint", MEND):
+    return Contract.from_dict(values)
+
+
 def _by_dotted_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   result: dict[str, Any] = {}
   for key, value in values.items():
@@ -94,8 +107,9 @@ def _check_contract(
 ) -> None:
   if manifest["contract_hash"] == contract.hash:
     return
-  ours = _by_dotted_name(json.loads(json.dumps(contract.to_dict())))
-  theirs = _by_dotted_name(manifest["contract"])
+  usual = {"activations": PAPER_CONTRACT.activations}
+  ours = usual | _by_dotted_name(json.loads(json.dumps(contract.to_dict())))
+  theirs = usual | _by_dotted_name(manifest["contract"])
   differing = [
     f"{key} is {theirs.get(key)!r}, expected {ours.get(key)!r}"
     for key in sorted(ours | theirs)
@@ -106,7 +120,7 @@ def _check_contract(
     expected=f"a model quantized under contract {contract.hash}",
     got=f"one under {manifest['contract_hash']}: {'; '.join(differing)}",
     mend="its results are not comparable, so pass its own contract to use it, "
-    "contract=Contract.from_dict(read_manifest(path)['contract'])",
+    "contract=mxjax.storage.checkpoint.read_contract(path)",
   )
 
 
@@ -130,17 +144,21 @@ def _check_files(
 
 
 def _check_rules(place: str, params: Mapping[str, Any], contract: Contract) -> None:
+  form = {True: "mxfp4", False: "float"}
   wrong = [
-    f"{path} has {node.rules}"
+    f"{path} has {node.rules} and activations={form[node.rounding.is_legal]}"
     for path, node in tree_io.walk(params)
-    if isinstance(node, QuantizedLinear) and node.rules != contract.rules
+    if isinstance(node, QuantizedLinear)
+    and (node.rules, form[node.rounding.is_legal])
+    != (contract.rules, contract.activations)
   ]
   if wrong:
     raise ValueRefusal(
       place,
-      expected=f"linears under the contract's {contract.rules}",
+      expected=f"linears under the contract's {contract.rules} and "
+      f"activations={contract.activations}",
       got=f"{len(wrong)} others: {'; '.join(wrong[:3])}",
-      mend="pass the contract they were quantized under",
+      mend="pass the contract they were quantized under, contract=mxjax.Contract(...)",
     )
 
 
@@ -192,7 +210,8 @@ def save_checkpoint(
     FileExistsError: `path` is not empty.
     FileNotFoundError: A tokenizer file is absent.
     TypeError: A checkpoint cannot hold a leaf or a value.
-    ValueError: A leaf was quantized under other rules than the contract's.
+    ValueError: A leaf was quantized under other rules than the contract's, or rounds
+      inputs where the contract does not, or the reverse.
   """
   to_dict = getattr(model_config, "to_dict", None)
   _check_rules("save_checkpoint", params, contract)

@@ -76,6 +76,11 @@ def operators(rng):
       "input_mix": np.array([[0.6, -0.8], [0.8, 0.6]]),
       "input_blocks": rotation[None],
     },
+    # Draws of its own, so that the other kinds keep theirs.
+    "weight-only": {
+      "input_blocks": np.random.default_rng(1).standard_normal((BLOCKS, 32, 32)),
+      "inputs_float": np.ones(1),
+    },
   }
 
 

@@ -149,6 +149,7 @@ class BatQuant(Gptq):
   """
 
   name: str = "batquant"
+  needs_a4 = "its maps and clipping are learned through the rounding of inputs"
   steps: Count = 160
   batch: Positive = 4
   tokens: Positive | None = None

@@ -122,6 +122,7 @@ class Focus(Program):
   """
 
   name: str = "focus"
+  needs_a4 = "its scales are learned through the rounding of inputs"
   epochs: Count = 1
   batch: Positive = 32
   top: Positive = TOP_TOKENS

@@ -192,6 +192,7 @@ class SpinQuant(Gptq):
   """
 
   name: str = "spinquant"
+  needs_a4 = "its rotations are learned through the rounding of inputs"
   steps: Count = 100
   batch: Positive = 8
   rate: Share = 1.5

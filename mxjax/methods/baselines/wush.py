@@ -101,6 +101,7 @@ class Wush(Program):
   rounding: ActivationRule = "nearest"
   transform_dtype: Literal["bfloat16", "float32"] = "bfloat16"
   damping: Share = gptq.DAMPING
+  a4_options = ("rounding",)
 
   @override
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.errors import ValueRefusal
@@ -37,6 +38,8 @@ class HiRes(Program):
     rounding: Round activations by the `full` one-code rule, by its `sensitivity` term
       alone (K_Q = 0), or to the `nearest` code.
     damping: Relative damping of GPTQ.
+    storage: Dtype of the stored maps and one-code tables, float32 in the paper. Its
+      bfloat16 halves both; a map is rounded before the weights are folded by it.
   """
 
   name: str = "hires"
@@ -46,6 +49,8 @@ class HiRes(Program):
   weights: Literal["gptq", "rtn"] = "gptq"
   rounding: stage2.ActivationRule = "full"
   damping: Share = gptq.DAMPING
+  storage: Literal["float32", "bfloat16"] = "float32"
+  a4_options = ("rounding",)
 
   def __post_init__(self) -> None:
     if self.weights == "rtn" and self.damping != gptq.DAMPING:
@@ -63,6 +68,7 @@ class HiRes(Program):
       inputs,
       use_interaction=self.use_interaction,
       use_balance=self.use_balance,
+      dtype=jnp.dtype(self.storage),
     )
 
   def quantize_weight(
@@ -76,6 +82,7 @@ class HiRes(Program):
       weights=self.weights,
       rounding=self.rounding,
       damping=self.damping,
+      storage=self.storage,
     )
 
 

@@ -88,6 +88,7 @@ class HiResDescent(Program):
   refit_maps: bool = False
   changes: Count = 0
   rounds_up: bool = False
+  a4_options = ("rounding", "changes", "rounds_up")
 
   def __post_init__(self) -> None:
     if self.two_sided and self.weighting != "fisher":

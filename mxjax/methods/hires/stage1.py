@@ -5,7 +5,7 @@ order of `shape`: the reference chart P_ref; the interaction K, from the errors 
 encoding pass in its coordinates; T = R_H G P_ref with G = I + K at unit volume; and the
 balance D of three encoded trials. Moments and what is solved from them are float64.
 What is encoded on the way, in the anchor pass and the trials, is float32, as in a
-quantized model; so is the installed map.
+quantized model; so is the installed map by default.
 """
 
 import functools
@@ -43,6 +43,7 @@ def shape(
   use_balance: bool = True,
   chart: Chart = reference_chart.reference_chart,
   max_condition: float = reference_chart.MAX_CONDITION,
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Shaping:
   """Finds the map U = D T of a linear, a dense matrix for each block of 32 inputs.
 
@@ -55,9 +56,11 @@ def shape(
     use_balance: Whether D is tried; D = I without it.
     chart: The reference chart, or another function of both moments.
     max_condition: The chart's largest condition number, 8 in the paper.
+    dtype: Of the installed map. It is rounded before weights are folded by its inverse,
+      so a narrower map preserves the function, too.
 
   Returns:
-    The map, float32 `[blocks, 32, 32]`, and its record: the spectral norm of each
+    The map, `dtype` `[blocks, 32, 32]`, and its record: the spectral norm of each
     block's K, and for the balance the accepted steps with J_b of the trials.
   """
   record: dict[str, Any] = {}
@@ -79,7 +82,7 @@ def shape(
   if use_balance:
     transform, of_balance = balance(weight, inputs, moment, transform)
     record |= of_balance
-  return Shaping(input_maps.BlockDense(transform.astype(jnp.float32)), record)
+  return Shaping(input_maps.BlockDense(transform.astype(dtype)), record)
 
 
 # The reference chart.

@@ -29,6 +29,7 @@ def realize(
   weights: Literal["gptq", "rtn"] = "gptq",
   rounding: ActivationRule = "full",
   damping: float = gptq.DAMPING,
+  storage: Literal["float32", "bfloat16"] = "float32",
 ) -> Realization:
   """Realizes a linear: W4 codes, then the dynamic A4 rule that fits them.
 
@@ -41,6 +42,7 @@ def realize(
     weights: How W4 codes are chosen: by `gptq`, or the nearest ones, `rtn`.
     rounding: The A4 rule; see `activation_rule`.
     damping: Relative damping of the Hessian.
+    storage: Dtype of the one-code tables.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
@@ -50,6 +52,8 @@ def realize(
   else:
     codes, record = reconstruct(weight, inputs, input_map, damping)
   rule = activation_rule(weight, codes.decoded, rounding)
+  if storage == "bfloat16":
+    rule = rule.narrowed()
   return Realization(codes, rule, record=record)
 
 

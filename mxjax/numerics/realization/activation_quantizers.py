@@ -292,7 +292,10 @@ def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array
 @register
 @dataclasses.dataclass(frozen=True)
 class Unrounded(ActivationQuantizer):
-  """Unrounded inputs, to measure what A4 costs; not a legal A4 rule."""
+  """Unrounded inputs, which make a linear weight-only; not a legal A4 rule.
+
+  The product is that of decoded weights and mapped inputs in the inputs' own dtype.
+  """
 
   is_legal = False
 

@@ -113,8 +113,9 @@ class MXFP4Linear(nn.Module):
   `input_mix` `[blocks, blocks]` over blocks and `input_blocks` `[blocks or 1, 32, 32]`
   inside them; `refine_gram` (upper triangles, `[blocks, 528]`), with `refine_cross` or
   with `refine_how`, the number of changes and whether exponents round up;
-  `clip_low` and `clip_high` `[blocks]`; `bias`; `output_scale` and `output_shift`
-  `[out]`, which apply last.
+  `inputs_float` where inputs are not rounded (weight-only, W4A16); `clip_low` and
+  `clip_high` `[blocks]`; `bias`; `output_scale` and `output_shift` `[out]`, which apply
+  last.
   """
 
   def __init__(self, shapes: dict[str, tuple[list[int], str]]) -> None:
@@ -141,7 +142,9 @@ class MXFP4Linear(nn.Module):
     return blocks
 
   def _rounded(self, blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the decoded legal A4 values of mapped inputs."""
+    """Returns the decoded legal A4 values of mapped inputs, or the inputs."""
+    if "inputs_float" in self._buffers:
+      return blocks
     if "refine_gram" not in self._buffers:
       values, scale = nearest(blocks)
       return values * scale
@@ -161,7 +164,7 @@ class MXFP4Linear(nn.Module):
     blocks = x.float().reshape(-1, x.shape[-1] // BLOCK, BLOCK)
     operand = self._rounded(self._mapped(blocks)).reshape(x.shape)
     weight = decode(self.weight_packed, self.weight_scale)
-    # Both operands are exact in bfloat16, and not always in float16.
+    # Rounded operands are exact in bfloat16, and not always in float16.
     wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     y = nn.functional.linear(operand.to(wide), weight.to(wide))
     for name in ("bias", "output_scale", "output_shift"):

@@ -25,6 +25,7 @@ from mxjax.numerics.realization.activation_quantizers import (
   FewCodes,
   Nearest,
   OneCode,
+  Unrounded,
 )
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
@@ -83,6 +84,8 @@ def _rule_tensors(leaf: QuantizedLinear, place: str) -> dict[str, jax.Array]:
   match leaf.rounding:
     case Nearest():
       return {}
+    case Unrounded():
+      return {"inputs_float": jnp.ones(1)}
     case OneCode(gram=gram, cross=cross):
       return {"refine_gram": gram, "refine_cross": cross}
     case FewCodes(gram=gram, changes=changes, rounds_up=rounds_up):
@@ -186,6 +189,7 @@ def write_transformers(
     ValueError: The module lacks features of the model; the first is named.
   """
   tensors, linears = to_tensors(source.params)
+  is_float = any("inputs_float" in buffers for buffers in linears.values())
   values = folder.hf_values(source, companions)
   model_class = f"MXFP4{FAMILIES[source.config.family].architecture}"
   values |= {
@@ -201,6 +205,9 @@ def write_transformers(
     tensors,
     json_files={"config.json": values},
     copies=[pathlib.Path(__file__).parent / f"{MODULE}.py"],
-    details={"activations": "as in the checkpoint", "quantized_linears": len(linears)},
+    details={
+      "activations": "not rounded (W4A16)" if is_float else "as in the checkpoint",
+      "quantized_linears": len(linears),
+    },
     shard_bytes=shard_bytes,
   )

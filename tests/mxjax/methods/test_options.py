@@ -10,7 +10,7 @@ from mxjax.methods.scale_distillation import ScaleDistillation
 
 NAMES = (
   ("gptq:scales=stale", "scales of gptq: .*fresh, lagged, static.*got 'stale'"),
-  ("gptq:colour=red", "option of gptq .damping, .*got 'colour=red'"),
+  ("gptq:colour=red", "option of gptq .activations, damping, .*got 'colour=red'"),
   ("gptq:order=activation", "expected scales=static .*got scales=fresh"),
   ("batquant:steps=many", "the default, 160"),
   ("hires:use_balance=0", "a valid boolean, got '0'; .* default, true"),
@@ -39,6 +39,13 @@ NAMES = (
   ("hires-next:changes=2:rounding=nearest", "for changes=2, .*got rounding=nearest"),
   ("hires:two_sided=true", "got 'two_sided=true'"),
   ("hires:weights=rtn:damping=0.1", "got damping=0.1; use weights=gptq"),
+  ("gptq:activations=int8", "expected one of mxfp4, float, got 'int8'"),
+  ("focus:activations=float", "to round its inputs, because its scales are learned"),
+  ("batquant:activations=float", "maps and clipping are learned through the rounding"),
+  ("spinquant:activations=float", "rotations are learned through the rounding"),
+  ("hires:rounding=nearest:activations=float", "no rounding beside activations=float"),
+  ("hires-next:activations=float:changes=1", "no changes beside activations=float"),
+  ("rtn+r:recover=mlp-unrounded:activations=float", "leave -unrounded out"),
 )
 """Names with a wrong option, and what the refusal says."""
 

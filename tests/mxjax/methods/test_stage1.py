@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mxjax import methods
+from mxjax.audit import verify_linears
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.methods.hires import stage1
 from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.realization import one_code
 from mxjax.numerics.shaping import local_interaction
 
 
@@ -47,3 +50,33 @@ def test_without_k_the_pass_that_it_needs_does_not_run(monkeypatch):
     input_map, record = program.shape(weight, inputs)
   assert jnp.isfinite(input_map.matrix).all()
   assert not np.any(record["interaction_spectral_norm"])
+
+
+def test_narrow_maps_and_tables_fold_and_refine_as_they_are_stored():
+  """The map is rounded before the fold, so that the function stays; tables after."""
+  rng = np.random.default_rng(0)
+  draw = lambda n: jnp.asarray(rng.standard_normal((n, 64)), jnp.float32)
+  x, weight = jnp.stack([mxfp4.to_blocks(draw(96)) for _ in range(2)]), draw(40)
+  wide, narrow = (
+    methods.get(f"hires:use_balance=false:storage={name}")
+    for name in ("float32", "bfloat16")
+  )
+  with precision.float64_scope():
+    exact, rounded = (
+      program.quantize_linear(weight, LinearInputs([x])).leaf
+      for program in (wide, narrow)
+    )
+    folded = rounded.input_map.fold(mxfp4.to_blocks(weight).astype(jnp.float64))
+  dtypes = lambda leaf: {str(a.dtype) for a in jax.tree.leaves(leaf)}
+  for leaf, dtype in ((exact, "float32"), (rounded, "bfloat16")):
+    assert dtypes((leaf.input_map, leaf.rounding)) == {dtype}
+    assert list(verify_linears.faults(leaf, np.random.default_rng(1))) == []
+  np.testing.assert_array_equal(
+    rounded.input_map.matrix, exact.input_map.matrix.astype(jnp.bfloat16)
+  )
+  decoded = mxfp4.to_blocks(mxfp4.decode(rounded.weight, jnp.float32))
+  gram, cross = one_code.tables(folded.astype(jnp.float32), decoded)
+  ours = rounded.rounding.tables()
+  for table, expected in zip(ours, (gram, cross), strict=True):
+    tolerance = 2**-8 * np.abs(expected).max()
+    np.testing.assert_allclose(table, expected, rtol=2**-8, atol=tolerance)

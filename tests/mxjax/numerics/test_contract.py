@@ -18,6 +18,7 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
     {"element": "E3M0"},
     {"scale": "E4M3"},
     {"kv_cache": True},
+    {"activations": "float"},
   ],
   ids=str,
 )

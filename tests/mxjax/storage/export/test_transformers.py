@@ -14,6 +14,7 @@ from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import (
+  ActivationQuantizer,
   Clipped,
   FewCodes,
   Nearest,
@@ -26,6 +27,11 @@ from mxjax.storage.export import transformers_folder
 from tests import refusals
 from tests.mxjax.quantized import MIXED, at, model, replaced
 from tests.mxjax.storage.export.conftest import DOWN
+
+
+class Unknown(ActivationQuantizer):
+  """A rule from outside the library."""
+
 
 CODE = pathlib.Path(transformers_folder.__file__).parent
 
@@ -50,10 +56,16 @@ def operator(kind, of):
     case "two-level":
       inside = of["input_blocks"][0].T
       return input_maps.TwoLevel(of["input_mix"], inside), Nearest()
+    case "weight-only":
+      return input_maps.BlockDense(of["input_blocks"]), Unrounded()
 
 
 @pytest.mark.parametrize(
-  "kind", ["plain", "refined", "few codes", "clipped", "hadamard", "two-level"]
+  "kind",
+  [
+    *("plain", "refined", "few codes", "clipped", "hadamard", "two-level"),
+    "weight-only",
+  ],
 )
 def test_the_folders_code_computes_our_linears(golden, kind):
   prefix = f"strict/{kind}/"
@@ -134,7 +146,7 @@ def test_what_the_code_does_not_know_is_refused(
   refusals.check(
     [
       (odd(rules=mxfp4.Rules(scale_rule="even")), "down_proj", "Rules", "--format"),
-      (odd(rounding=Unrounded()), "down_proj", "A4 rule Unrounded"),
+      (odd(rounding=Unknown()), "down_proj", "A4 rule Unknown"),
       (write(bare), "up_proj", "only quantized linears"),
     ]
   )
