@@ -34,6 +34,8 @@ from mxjax.storage import atomic_io, checkpoint, layer_store, sealed
 
 RUN = "run"
 """Name of the subfolder with a run's state and finished layers."""
+SAMPLE_PROMPT = 32
+"""Tokens of a test that a sample continues."""
 Begin = Callable[[str], progress.OnProgress]
 """Begins to follow a method, given its name."""
 
@@ -110,6 +112,11 @@ class BuildOptions:
       same model and tokens share.
     linears: Folder of a finished build whose linears are taken; it differs only in
       recovery.
+    baseline: Whether RTN is measured on the same tests, for the report. It reads one
+      calibration sequence; where layers stay on disk or devices share them it is left
+      out, and the report says so.
+    sample: Tokens by which the float and the quantized model continue a text of the
+      test, for the report; left out in the same places.
   """
 
   chunk: int = 1
@@ -117,6 +124,8 @@ class BuildOptions:
   check: bool = True
   store: pathlib.Path | None = None
   linears: pathlib.Path | None = None
+  baseline: bool = False
+  sample: int = 0
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
@@ -144,8 +153,8 @@ def build(
   """Quantizes in a run folder, measures, and writes checkpoint, result and report.
 
   The folder gets `run/`, with which a killed build is resumed, `checkpoint/`,
-  `result.json`, `report.html`, and last the list of these that `verify` checks. Of
-  several processes that build together, only the first writes.
+  `result.json`, `result.csv`, `report.html`, and last the list of these that `verify`
+  checks. Of several processes that build together, only the first writes.
 
   Args:
     prepared: The model and what it is calibrated and tested on.
@@ -161,6 +170,7 @@ def build(
   Returns:
     The row of `run_method`, with `float_perplexity`, `made_by`, `layers_on_disk`, and
     `shared_with`: the folders whose work it took over, which its seconds do not count.
+    Where they are asked for, also `baseline` and `sample`.
 
   Raises:
     FileExistsError: The folder has something in it.
@@ -207,6 +217,11 @@ def build(
     steps = evaluation_steps(begin("float model"), subject.model.num_layers)
     row["float_perplexity"] = subject.float_perplexities(steps)
     shared = filter(None, (options.store, options.linears))
+    if not is_on_disk and subject.mesh is None:
+      if options.baseline and program.name != page.BASELINE:
+        row["baseline"] = _baseline(prepared, begin(page.BASELINE))
+      if options.sample:
+        row["sample"] = sample(subject, prepared.tokenizer, quantized, options.sample)
     row |= {
       "layers_on_disk": is_on_disk,
       "shared_with": list(map(str, shared)),
@@ -229,6 +244,45 @@ def build(
       finish(folder, [row], f"{method} on", prepared.name)
     processes.wait_for_all(subject.mesh)
   return row
+
+
+def _baseline(prepared: Prepared, follow: progress.OnProgress) -> dict[str, Any]:
+  """Measures RTN, whose codes no data decides: one sequence passes through."""
+  row, _ = run_method(
+    prepared.subject,
+    prepared.tokens[:1],
+    page.BASELINE,
+    on_progress=follow,
+    check=False,
+    probe=False,
+  )
+  kept = ("method", "perplexity", "operator_error", "agreement", "size", "seconds")
+  return {key: row[key] for key in kept}
+
+
+def sample(
+  subject: Subject, tokenizer: models.Tokenizer, quantized: Params, tokens: int
+) -> dict[str, str] | None:
+  """Continues the beginning of a test by the likeliest tokens, in both models.
+
+  The texts are `prompt`, `float` and `quantized`; None without a test or room for them.
+  """
+  model, window = subject.model, next(iter(subject.tests.values()), None)
+  if window is None or not isinstance(model, models.CausalLM):
+    return None
+  prompt = window[:1, :SAMPLE_PROMPT]
+  count = min(tokens, model.config.max_positions - prompt.shape[1])
+  if count < 1:
+    return None
+  made = {
+    name: models.generate(model, params, prompt, max_new_tokens=count, use_cache=True)
+    for name, params in (("float", subject.params), ("quantized", quantized))
+  }
+  text = lambda ids: tokenizer.decode(np.asarray(ids).tolist())
+  # Cut from the whole, because a token's text depends on those before it.
+  start = text(prompt[0])
+  texts = {name: text(ids[0]).removeprefix(start) for name, ids in made.items()}
+  return {"prompt": start, **texts}
 
 
 def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
@@ -313,13 +367,20 @@ def remove_unfinished(folder: pathlib.Path) -> None:
 def finish(
   folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], what: str, model: str
 ) -> None:
-  """Writes result.json, report.html, and the list of files that `verify` checks.
+  """Writes result.json, result.csv, report.html, and the list that `verify` checks.
 
   The report's title is `what` and the last part of the model's name or path.
   """
   title = f"{what} {provenance.short_name(model)}"
   with atomic_io.explaining(folder):
     atomic_io.write_json(folder / "result.json", rows, indent=1)
-    subtitle = f"{model}, {provenance.forms(rows)}"
-    page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
+    numbers = page.comma_separated_table(rows, title)
+    atomic_io.write_durably(folder / "result.csv", numbers.encode())
+    page.write_report(
+      folder / "report.html",
+      rows,
+      title=title,
+      subtitle=f"{model}, {provenance.forms(rows)}",
+      files=("result.json", "result.csv"),
+    )
     sealed.write_outputs(folder)

@@ -9,6 +9,7 @@ import numpy as np
 from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS, SAMPLINGS
+from mxjax.intake import texts
 from mxjax.intake.reading import refusing
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ def load_tokens(
       place,
       expected=f"a file or one of {', '.join(HUB_SETS)}",
       got="neither",
-      mend="check the path",
+      mend=texts.mend(source, HUB_SETS) or "check the path",
     )
   if source is not None and source.endswith(".npy"):
     if sampling not in (None, "windows"):
@@ -169,11 +170,13 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
     ValueError: There are not enough tokens; the message begins with `place`.
   """
   if len(ids) < count * length:
+    is_test = place.startswith("test")
+    names = "--windows, --window-length" if is_test else "--sequences, --length"
     raise ValueRefusal(
       place,
       expected=f"{count * length} tokens for {count} windows of {length}",
       got=len(ids),
-      mend="ask for fewer or shorter windows, or give more text",
+      mend=f"ask for fewer or shorter windows ({names}), or give more text",
     )
   return token_ids(ids[: count * length], place).reshape(count, length)
 

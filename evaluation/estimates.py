@@ -1,7 +1,7 @@
-"""How long work takes, about: told before it begins, and while it goes on."""
+"""How long work takes, about: told before it begins."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def expected_seconds(
 
   `planned` is for the calibration set; `rate` in FLOP/s is measured if absent. Searches
   of `LEARNING` methods are not in it. None on a mesh or another device, where no run
-  has been timed. On SmolLM2-135M it is within a factor of two.
+  has been timed. On the embedded model it is within a factor of two.
   """
   if mesh or jax.default_backend() != "cpu":
     return None
@@ -60,21 +60,3 @@ def expected_seconds(
       seconds += STARTING_TWO_SIDED
     seconds += STARTING + STARTING_FIT * len(program.recover) + work / rate
   return seconds
-
-
-class Clock:
-  """Estimates the remaining time of work that reports its completed fraction."""
-
-  def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-    self._now = now
-    self._start: tuple[float, float] | None = None
-
-  def update(self, fraction: float) -> tuple[float, float | None]:
-    """Returns elapsed seconds, and remaining seconds once they can be estimated."""
-    # It starts at the first report: work of an earlier process took no time here.
-    self._start = self._start or (self._now(), fraction)
-    begun, first = self._start
-    spent = self._now() - begun
-    if fraction <= first:
-      return spent, None
-    return spent, spent * (1 - fraction) / (fraction - first)

@@ -17,8 +17,8 @@ FORMS = {
   "W4A16": "MXFP4 weights with float inputs (W4A16), outside the paper's contract",
 }
 """What results call a `Contract.form`."""
-DEFAULT_MODEL = "SmolLM2-135M"
-"""Name of the embedded model."""
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+"""Name of the embedded model, whose weights are those of a Q4_1 file."""
 PACKAGES = ("mxjax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 

@@ -263,11 +263,12 @@ def prepare(
   is read when it is needed; None does so where memory is short; see `stays_on_disk`.
   """
   exact, params = models.open_pretrained(model, dtype=dtype)
-  if not stays_on_disk(params.config, on_disk):
-    params = params.load()
   tokenizer = models.load_tokenizer(model)
+  # Absent or short texts are found before any weight is read.
   tokens = sample.load(tokenizer)
   subject = evaluation.subject(exact, params, tokenizer, mesh)
+  if not stays_on_disk(params.config, on_disk):
+    subject = dataclasses.replace(subject, params=params.load())
   return Prepared(model or provenance.DEFAULT_MODEL, tokenizer, subject, sample, tokens)
 
 

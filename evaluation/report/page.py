@@ -1,36 +1,60 @@
-"""Writes one self-contained HTML page about quantization runs."""
+"""`report.html`: what a build or a comparison gave, answer first, in one HTML file.
+
+A sentence with the verdict, one table, two charts, a text of both models, and what made
+the result. Every other number is in `result.json`, to which the page links.
+"""
 
 import html
+import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mxjax.errors import ValueRefusal
-from mxjax.evaluation.report.html import document, glossary
-from mxjax.evaluation.report.run import run_section
-from mxjax.evaluation.report.summary import summary
+from mxjax.evaluation.measures.statistics import Interval, paired_interval
+from mxjax.evaluation.report import numbers, svg
+from mxjax.evaluation.report.html import (
+  document,
+  folded,
+  glossary,
+  grid,
+  lines,
+  stacks,
+  table,
+)
+from mxjax.evaluation.report.svg import Part, Series
+from mxjax.evaluation.report.tables import Table, comma_separated
 from mxjax.storage.atomic_io import write_durably
 
 Run = Mapping[str, Any]
+FLOAT, FLOAT_COLOR = "float model", 7
+BASELINE = "rtn"
+"""What every other method is held against."""
+SIZE_PARTS = ("codes", "scales", "maps", "rounding tables", "recovery", "not quantized")
+MEASURES = {
+  "KL": "--agreement",
+  "flips": "--agreement",
+  "operator error": "--operator-error",
+}
+"""What a command measures only when asked, and how it is asked."""
 WORDS = {
-  "perplexity": "How badly the model predicts text: the exponential of the mean loss.",
+  "perplexity": "How badly the model predicts text: the exponential of the mean loss. "
+  "The interval is Student's, over the losses of the windows.",
   "operator error": "Relative squared error of a linear's output on the float model's "
   "inputs, the mean over linears.",
   "KL": "Mean divergence of the predictions from the float model's, nats a token.",
   "flips": "Share of positions where the likeliest token is another.",
   "bits a weight": "All stored bytes of the linears, with maps and tables, over their "
   "weights.",
-  "block": "32 neighbouring values with one power of two as their scale.",
+  "RTN": "Round to nearest: no calibration, no map; what any method has to beat.",
   "map": "The transform of a block's inputs, folded into the weights.",
-  "edit rate": "Share of activation blocks in which the A4 rule moved one code away "
-  "from the nearest.",
-  "saturation": "Values beyond 6 times the scale, the largest code.",
-  "damping": "What is added to a Hessian's diagonal so that it can be factored.",
+  "rounding tables": "What the activation rule reads to move codes off the nearest.",
   "recovery": "Corrections of attention values and of the MLP's gate that are fitted "
   "after quantization.",
-  "spread": "Difference of the largest and smallest replicate, whose embeddings differ "
-  "by 1e-6.",
+  "damping": "What is added to a Hessian's diagonal so that it can be factored.",
   "sanity gate": "A comparison with the float model that stops a collapsed one.",
 }
 _KEYS = ("method", "perplexity", "float_perplexity", "operator_error", "record")
@@ -56,49 +80,430 @@ def _check(runs: Sequence[Run]) -> None:
       )
 
 
-def _failures(runs: Sequence[Run]) -> str:
-  return "".join(
+class Column(NamedTuple):
+  """A measure: its head with the unit, how it is written, and its value of each row.
+
+  `best` is whether the least value is marked.
+  """
+
+  head: str
+  form: Callable[[float], str]
+  values: Sequence[float | None]
+  best: bool = True
+
+
+def mean_interval(run: Run, name: str) -> Interval | None:
+  """Returns the 95 % interval of the loss on a dataset, nats, over its windows."""
+  losses = run["perplexity"].get(name, {}).get("window_losses", ())
+  if len(losses) < 2 or not all(map(math.isfinite, losses)):
+    return None
+  return paired_interval(losses, [0.0] * len(losses))
+
+
+def _perplexity_range(run: Run, name: str) -> str:
+  found = mean_interval(run, name)
+  if found is None:
+    return ""
+  # Losses far above any model's, whose exponential is no number.
+  ends = [math.exp(min(end, 700.0)) for end in (found.low, found.high)]
+  return " to ".join(map(numbers.number, ends))
+
+
+def _noise(run: Run, name: str) -> str:
+  spread = run["perplexity"].get(name, {}).get("spread")
+  said = f"± {numbers.number(spread / 2)} by replicates" if spread else ""
+  return "; ".join(filter(None, (_perplexity_range(run, name), said)))
+
+
+def shown(runs: Sequence[Run]) -> list[Run]:
+  """Returns the rows of the table: the runs, and RTN before them if it was measured."""
+  baseline = next((run["baseline"] for run in runs if run.get("baseline")), None)
+  if baseline and all(run["method"] != BASELINE for run in runs):
+    return [baseline, *runs]
+  return list(runs)
+
+
+def _datasets(runs: Iterable[Run]) -> list[str]:
+  return list(dict.fromkeys(name for run in runs for name in run["perplexity"] or {}))
+
+
+def columns(runs: Sequence[Run]) -> list[Column]:
+  """Returns what was measured of the float model and then of each run."""
+  sizes = [run.get("size") or {} for run in runs]
+  whole = next((size["bf16_total"] for size in sizes if size), None)
+  bits = [size.get("quantized_linears", {}).get("bits_per_weight") for size in sizes]
+  totals = [size.get("total") for size in sizes]
+  shares = [total / whole if total and whole else None for total in totals]
+  made = [
+    Column("bits a weight", "{:.3g}".format, [16.0, *bits]),
+    Column("size, MiB", lambda n: f"{n / 2**20:.4g}", [whole, *totals]),
+    Column("size to BF16", "{:.2f}".format, [1.0, *shares]),
+  ]
+  for name in _datasets(runs):
+    exact = [run.get("float_perplexity", {}).get(name) for run in runs]
+    means = [run["perplexity"].get(name, {}).get("mean") for run in runs]
+    first = next((value for value in exact if value is not None), None)
+    made.append(Column(f"perplexity, {name}", numbers.number, [first, *means]))
+  of = lambda key: [(run.get("agreement") or {}).get(key) for run in runs]
+  errors = [run.get("operator_error") for run in runs]
+  made += [
+    Column("KL, nats a token", numbers.number, [0.0, *of("kl_mean")]),
+    Column("flips, %", lambda n: f"{100 * n:.3g}", [0.0, *of("flips")]),
+    Column("operator error", numbers.number, [0.0, *errors]),
+    Column("build, s", "{:.0f}".format, [None, *(r.get("seconds") for r in runs)]),
+  ]
+  return [column for column in made if any(v is not None for v in column.values[1:])]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+  return [FLOAT, *(str(run["method"]) for run in runs)]
+
+
+def comma_separated_table(runs: Sequence[Run], title: str) -> str:
+  """Returns the table as CSV, every number with all of its digits."""
+  rows = shown([run for run in runs if "error" not in run])
+  made = columns(rows)
+  cells = [["" if v is None else repr(v) for v in column.values] for column in made]
+  heads = ["method", *(column.head for column in made)]
+  return comma_separated(
+    [Table(title, heads, [*zip(_names(rows), *cells, strict=True)])]
+  )
+
+
+def summary_table(runs: Sequence[Run]) -> str:
+  """Returns the table: the float model, RTN, and each method, the best values marked.
+
+  Only quantized models compete.
+  """
+  made = columns(runs)
+  cells = []
+  for column in made:
+    ours = [v for v in column.values[1:] if v is not None and math.isfinite(v)]
+    least = min(ours) if column.best and len(ours) > 1 else None
+    written = ["–" if v is None else column.form(v) for v in column.values]
+    name = column.head.removeprefix("perplexity, ")
+    if name in _datasets(runs):
+      ranges = ["", *(_noise(run, name) for run in runs)]
+      written = [
+        f"{cell}<small>{html.escape(span)}</small>" if span else cell
+        for cell, span in zip(written, ranges, strict=True)
+      ]
+    cells.append(
+      [
+        f'<td class="best">{cell}</td>' if value == least and index else cell
+        for index, (cell, value) in enumerate(zip(written, column.values, strict=True))
+      ]
+    )
+  names = map(html.escape, _names(runs))
+  rows = zip(names, *cells, strict=True)
+  shared = table(["method", *(column.head for column in made)], rows)
+  return f'<div class="card">{shared}</div>'
+
+
+def _lowest(runs: Sequence[Run]) -> Run:
+  """Returns the run nearest to the float model, by KL if all have it."""
+  name = next(iter(_datasets(runs)), "")
+  measures: list[Callable[[Run], float | None]] = [
+    lambda run: (run.get("agreement") or {}).get("kl_mean"),
+    lambda run: run["perplexity"].get(name, {}).get("mean"),
+    lambda run: run["operator_error"],
+  ]
+  for measure in measures:
+    values = [measure(run) for run in runs]
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    if finite and None not in values:
+      return runs[values.index(min(finite))]
+  return runs[0]
+
+
+def verdict(runs: Sequence[Run]) -> str:
+  """Returns one sentence on what the best run costs and saves, against RTN and float.
+
+  It holds only what was measured.
+  """
+  rows = shown(runs)
+  run = _lowest(runs)
+  plain = next((row for row in rows if row["method"] == BASELINE), None)
+  plain = None if plain is run else plain
+  head = str(run["method"])
+  if len(runs) > 1:
+    head = f"Of {len(runs)} methods, {head} is nearest to the float model: it"
+  parts = []
+  if size := run.get("size"):
+    ratio, word = size["ratio"], "smaller"
+    if ratio < 1:
+      ratio, word = 1 / ratio, "larger"
+    parts.append(
+      f"stores {size['quantized_linears']['bits_per_weight']:.3g} bits a weight, "
+      f"{numbers.size(size['total'])} in all, {ratio:.2f}× {word} than BF16"
+    )
+  for name, found in (run["perplexity"] or {}).items():
+    said = f"has a perplexity of {numbers.number(found['mean'])} on {name}"
+    span = _perplexity_range(run, name)
+    said += f" (95 % interval {span})" if span else ""
+    beside = {FLOAT: run["float_perplexity"].get(name)}
+    if plain:
+      beside["RTN"] = plain["perplexity"].get(name, {}).get("mean")
+    told = [f"{k} {numbers.number(v)}" for k, v in beside.items() if v is not None]
+    parts.append(said + (f", beside {' and '.join(told)}" if told else ""))
+  if compared := run.get("agreement"):
+    said = (
+      f"diverges by {numbers.number(compared['kl_mean'])} nats a token and flips "
+      f"{numbers.share(compared['flips'])} of the predictions"
+    )
+    if plain and (other := plain.get("agreement")):
+      said += (
+        f", RTN by {numbers.number(other['kl_mean'])} nats and "
+        f"{numbers.share(other['flips'])}"
+      )
+    parts.append(said)
+  return f"{head} {'; it '.join(parts) or 'was not measured'}."
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+  """Returns sentences on what was not measured, and on what is out of the ordinary."""
+  said = [s for name in _datasets(runs) for s in _undecided(shown(runs), name)]
+  missing = {
+    "KL": all(not run.get("agreement") for run in runs),
+    "flips": all(not run.get("agreement") for run in runs),
+    "operator error": all(run["operator_error"] is None for run in runs),
+  }
+  absent = [name for name, is_absent in missing.items() if is_absent]
+  if absent:
+    flags = dict.fromkeys(MEASURES[name] for name in absent)
+    said.append(f"Not measured: {', '.join(absent)} ({', '.join(flags)} asks for it).")
+  if all(row["method"] != BASELINE for row in shown(runs)):
+    said.append("RTN was not measured beside it.")
+  for run in runs:
+    size = run.get("size") or {}
+    if size and 2 * size["total"] > size["bf16_total"]:
+      said.append(
+        f"{run['method']} is larger than half of BF16 here: its maps and tables weigh "
+        "as much as they would on a larger model, whose weights are more."
+      )
+    if not run["record"].get("sanity"):
+      said.append(f"The sanity gate of {run['method']} was not run.")
+    if raised := _raised(run["record"]):
+      said.append(f"{run['method']} needed more damping than usual: {raised}.")
+  return said
+
+
+def _raised(record: Mapping[str, Any]) -> str:
+  """Lists the linears whose damping is not that of the program."""
+  used = {
+    f"{layer['name']}/{path}": linear["damping"]
+    for layer in record["layers"]
+    for path, linear in layer["linears"].items()
+    if "damping" in linear
+  }
+  usual = (
+    record["program"].get("options", {}).get("damping", min(used.values(), default=0))
+  )
+  return ", ".join(
+    f"{numbers.number(value)} in {name}"
+    for name, value in used.items()
+    if not math.isclose(value, usual, rel_tol=1e-4)
+  )
+
+
+def _undecided(runs: Sequence[Run], name: str) -> list[str]:
+  """Returns a sentence on methods that the windows do not tell from the best."""
+  losses = {
+    str(run["method"]): run["perplexity"][name].get("window_losses", [])
+    for run in runs
+    if math.isfinite(run["perplexity"].get(name, {}).get("mean", math.nan))
+  }
+  counts = {len(windows) for windows in losses.values()}
+  if len(losses) < 2 or len(counts) > 1 or min(counts) < 2:
+    return []
+  best = min(losses, key=lambda method: statistics.fmean(losses[method]))
+  close = [
+    method
+    for method, windows in losses.items()
+    if method != best and paired_interval(windows, losses[best]).low <= 0
+  ]
+  if not close:
+    return []
+  return [
+    f"{counts.pop()} windows of {name} do not tell {', '.join(close)} from {best}: the "
+    "95 % interval of the paired difference contains zero."
+  ]
+
+
+def _errors_by_layer(run: Run, key: str) -> list[tuple[float, float]]:
+  points = []
+  for index, layer in enumerate(run["record"]["layers"]):
+    errors = [linear.get(key, 0.0) for linear in layer["linears"].values()]
+    drawn = [error for error in errors if error > 0 and math.isfinite(error)]
+    if drawn:
+      points.append((float(index), statistics.geometric_mean(drawn)))
+  return points
+
+
+def charts(runs: Sequence[Run]) -> str:
+  """Returns the two charts: output error by layer, and where the bytes are."""
+  series = [
+    Series(
+      str(run["method"]), _errors_by_layer(run, "error_final"), index % FLOAT_COLOR
+    )
+    for index, run in enumerate(runs)
+  ]
+  if all(run["method"] != BASELINE for run in runs):
+    plain = _errors_by_layer(runs[0], "error_rtn")
+    series.append(Series("nearest, no map (RTN)", plain, FLOAT_COLOR))
+  bars = []
+  for run in shown(runs):
+    if not (size := run.get("size")):
+      continue
+    if not bars:
+      bars.append(("BF16", [Part("everything", size["bf16_total"], FLOAT_COLOR)]))
+    linears = size["quantized_linears"]
+    values = [linears[key] for key in ("codes", "scales", "maps", "rounding")]
+    values += [size["recovery"], size["other"]]
+    parts = enumerate(zip(SIZE_PARTS, values, strict=True))
+    bars.append((str(run["method"]), [Part(*part, i) for i, part in parts]))
+  return grid(
+    (
+      lines(
+        "Output error by layer",
+        series,
+        "Relative squared error of the linears' outputs on calibration tokens, "
+        "geometric mean; lower is better.",
+        log=True,
+      ),
+      stacks(
+        svg.rows,
+        "Stored bytes",
+        bars,
+        "Of the whole model, with everything that the method needs.",
+        y_format=numbers.size,
+      ),
+    )
+  )
+
+
+def samples(runs: Sequence[Run]) -> str:
+  """Shows how the float model and each quantized one continue the same text."""
+  made = [run for run in runs if run.get("sample")]
+  if not made:
+    return ""
+  texts = {FLOAT: made[0]["sample"]["float"]}
+  texts |= {str(run["method"]): run["sample"]["quantized"] for run in made}
+  prompt = html.escape(made[0]["sample"]["prompt"])
+  cards = "".join(
+    f'<figure><h4>{html.escape(name)}</h4><p class="sample">{prompt}'
+    f"<b>{html.escape(text)}</b></p></figure>"
+    for name, text in texts.items()
+  )
+  lead = "The likeliest continuation of a text of the test, which is not in bold."
+  return f'<h2>How it writes</h2><p class="lead">{lead}</p>{grid([cards])}'
+
+
+def _words(value: Any) -> str:
+  """Writes JSON of an arithmetic on one line, such as `attention bfloat16`."""
+  if isinstance(value, Mapping):
+    return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+  return value if isinstance(value, str) else " and ".join(value)
+
+
+def provenance(run: Run) -> str:
+  """Shows what another result must share to be comparable, and what made this one."""
+  record, made_by = run["record"], run.get("made_by") or {}
+  arithmetic = run.get("arithmetic") or {}
+  calibration = record["calibration"]
+  shape = " × ".join(str(n) for n in calibration.get("shape", ()))
+  is_strict = record.get("form", "W4A4") == "W4A4"
+  outside = () if is_strict else (f"{record['form']}, outside the paper's contract",)
+  seconds = record["clock"]["seconds"]
+  peak = max(record["clock"].get("peak_bytes", {}).values(), default=None)
+  values = {
+    "contract": ", ".join((record["contract_hash"], *outside)),
+    "calibration": calibration.get("fingerprint", "unknown"),
+    "calibration tokens": shape or "unknown",
+    "program": json.dumps(record["program"], ensure_ascii=False),
+    "arithmetic": "; ".join(
+      f"{name.replace('_', ' ')}: {_words(one)}" for name, one in arithmetic.items()
+    )
+    or "unknown",
+    "time": ", ".join(f"{name} {numbers.seconds(n)}" for name, n in seconds.items()),
+    "peak memory": "unknown" if peak is None else numbers.size(peak),
+    **{key: made_by[key] for key in ("date", "command", "device") if key in made_by},
+  }
+  if versions := made_by.get("versions"):
+    values["versions"] = ", ".join(f"{name} {v}" for name, v in versions.items())
+  cells = (
+    (name, f'<td class="long mono">{html.escape(str(value))}</td>')
+    for name, value in values.items()
+  )
+  return f'<div class="card facts">{table(("what", "value"), cells)}</div>'
+
+
+def page(
+  runs: Sequence[Run], *, title: str, subtitle: str, files: Sequence[str] = ()
+) -> str:
+  """Returns the whole HTML document as text; see `write_report`."""
+  _check(runs)
+  failures = "".join(
     f'<p class="flag"><b>{html.escape(str(run.get("method", "a run")))}</b> gave no '
     f"result: {html.escape(str(run['error']))}</p>"
     for run in runs
     if "error" in run
   )
-
-
-def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
-  """Returns the whole HTML document as text; see `write_report`."""
-  _check(runs)
   good = [run for run in runs if "error" not in run]
   links = "".join(
-    f'<a href="#run-{index}">{html.escape(str(run["method"]))}</a>'
-    for index, run in enumerate(good)
+    f'<a href="{html.escape(name)}">{html.escape(name)}</a>' for name in files
   )
-  sections = "".join(
-    run_section(run, f"run-{index}", is_open=len(good) == 1)
-    for index, run in enumerate(good)
-  )
-  body = f"""<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>
-<nav aria-label="sections"><a href="#summary">Summary</a>{links}</nav></header>
-<section id="summary"><h2>Summary</h2>{_failures(runs)}{summary(good)}</section>
-{sections}
+  nav = f'<nav aria-label="files">{links}</nav>' if links else ""
+  parts = [failures]
+  if good:
+    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in remarks(good))
+    made = [
+      folded(str(run["method"]), provenance(run), is_open=len(good) == 1)
+      for run in good
+    ]
+    lead = (
+      "Small numbers are 95 % intervals over windows of text; the best quantized value "
+      "of each column is in color."
+    )
+    parts += [
+      f'<p class="verdict">{html.escape(verdict(good))}</p>',
+      f'<ul class="remarks">{said}</ul>' if said else "",
+      summary_table(shown(good)),
+      f'<p class="lead">{lead}</p>',
+      charts(good),
+      samples(good),
+      '<h2>What made it</h2><p class="lead">Results compare only under equal '
+      f"fingerprints.</p>{''.join(made)}",
+    ]
+  body = f"""<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>{nav}
+</header>
+{"".join(parts)}
 {glossary(WORDS)}
 <footer>Written by mxjax. Hover over a mark to read its value.</footer>"""
   return document(title, body)
 
 
 def write_report(
-  path: str | os.PathLike[str], runs: Sequence[Run], *, title: str, subtitle: str
+  path: str | os.PathLike[str],
+  runs: Sequence[Run],
+  *,
+  title: str,
+  subtitle: str,
+  files: Sequence[str] = (),
 ) -> pathlib.Path:
-  """Writes a page with all measurements, readable without a network; returns its path.
+  """Writes a page with the answer first, readable without a network; returns its path.
 
   Args:
     path: The file, replaced if it exists, or a folder, which gets `report.html`.
     runs: One JSON-ready dict per method: `method`; `perplexity`, by dataset `mean`,
-      `spread` and `values`; `float_perplexity`, numbers by dataset;
-      `operator_error` or None; `size` of `sizes.size_report` or None; and `record`, of
-      `QuantizationRecord.to_dict`. A failed run has an `error` instead, which is shown.
+      `spread`, `values` and `window_losses`; `float_perplexity`, numbers by dataset;
+      `operator_error` or None; `size` of `sizes.size_report` or None; `record`, of
+      `QuantizationRecord.to_dict`; and where they were made `agreement`, `baseline`
+      (such a dict of RTN, without a record) and `sample` (texts `prompt`, `float`,
+      `quantized`). A failed run has an `error` instead, which is shown.
     title: Heading of the page.
     subtitle: A line under the heading, such as model, data and machine.
+    files: Names of files beside it that have the numbers, to which it links.
 
   Raises:
     ValueError: There are no runs, or one lacks a required key.
@@ -106,7 +511,7 @@ def write_report(
   file = pathlib.Path(path)
   if file.is_dir():
     file = file / "report.html"
-  content = page(runs, title=title, subtitle=subtitle)
+  content = page(runs, title=title, subtitle=subtitle, files=files)
   file.parent.mkdir(parents=True, exist_ok=True)
   write_durably(file, content.encode())
   return file

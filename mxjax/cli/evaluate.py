@@ -118,6 +118,7 @@ def _evaluate_perplexity(options: argparse.Namespace, packing: Any) -> None:
       mend="add one, or leave --model out",
     )
   mesh = inputs.mesh_of(options)
+  output.stage(f"loading {options.source or DEFAULT_MODEL}")
   output.teller(options.log)(
     f"loading {options.source or DEFAULT_MODEL}; then {options.windows} x "
     f"{options.window_length:,} tokens of {options.data or 'embedded text'}"

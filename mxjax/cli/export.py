@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   from mxjax.calibration.calibration import Params
   from mxjax.storage.export import Source
 
-FORMATS = ("compressed-tensors", "dequant", "safetensors", "transformers")
+FORMATS = ("compressed-tensors", "gguf", "dequant", "safetensors", "transformers")
 COMPRESSED = ("rtn", "gptq", "spinquant", "focus")
 """Methods whose models compressed-tensors holds as they are."""
 TRANSFORMED = ("mr-gptq", "brq")
@@ -29,8 +29,10 @@ def formats(method: str) -> tuple[str, ...]:
   name, tuned = methods.base_name(method), "+tune" in method
   # Both add to a linear what compressed-tensors has no place for.
   is_recovered = method.startswith(f"{name}+r") or "recover=" in method
-  is_plain = name in (*COMPRESSED, *TRANSFORMED) and not (tuned or is_recovered)
-  return FORMATS if is_plain else FORMATS[1:]
+  plain = () if tuned or is_recovered else (*COMPRESSED, *TRANSFORMED)
+  lacking = () if name in plain else ("compressed-tensors",)
+  lacking += () if name in plain and name in COMPRESSED else ("gguf",)
+  return tuple(form for form in FORMATS if form not in lacking)
 
 
 def add_parser(commands: Any) -> None:
@@ -49,11 +51,13 @@ def add_parser(commands: Any) -> None:
     "--format",
     required=True,
     choices=FORMATS,
-    help="compressed-tensors for vLLM and its like, where the activation rule is the "
-    f"runtime's, for {', '.join(COMPRESSED)}, and {' and '.join(TRANSFORMED)} with "
-    "--transforms; dequant, a plain folder of effective weights whose activations are "
-    "not rounded; safetensors, all of our own state; transformers, everything, and "
-    "torch code that runs the strict model, slowly",
+    help="compressed-tensors, which transformers reads with that library, where the "
+    f"activation rule is the runtime's, for {', '.join(COMPRESSED)}, and "
+    f"{' and '.join(TRANSFORMED)} with --transforms; gguf, for llama.cpp, which rounds "
+    f"activations its own way, for {', '.join(COMPRESSED)} of Llama models; dequant, a "
+    "plain folder of effective weights whose activations are not rounded; safetensors, "
+    "all of our own state; transformers, everything, and torch code that runs the "
+    "strict model, slowly",
   )
   shared.add(parser, "--out")
   add(
@@ -70,9 +74,10 @@ def add_parser(commands: Any) -> None:
   )
   add(
     "--model",
-    metavar="FOLDER",
-    help="the folder of the float model: its config.json, generation config and "
-    "tokenizer files are taken",
+    metavar="PLACE",
+    help="the folder of the float model, of which config.json, generation config and "
+    "tokenizer files are taken; for gguf its .gguf file, of which tokenizer and "
+    "settings are",
   )
   add(
     "--dtype",
@@ -98,11 +103,16 @@ def run(options: argparse.Namespace) -> None:
     ValueError: The largest file has no size, options would be ignored, something
       dropped would not be measured, or the format cannot hold the model.
   """
-  if options.model is not None and not pathlib.Path(options.model).is_dir():
+  model = None if options.model is None else pathlib.Path(options.model)
+  if options.format == "gguf":
+    what, is_there = "GGUF file", model is not None and model.is_file()
+  else:
+    what, is_there = "folder", model is None or model.is_dir()
+  if not is_there:
     raise FileNotFoundRefusal(
       "export",
-      expected="--model with the folder of the float model",
-      got=f"{options.model}, which is none",
+      expected=f"--model with the {what} of the float model",
+      got="none" if model is None else f"{model}, which is none",
       mend="correct the path",
     )
   if not 0 < options.shard_gb < float("inf"):
@@ -152,6 +162,7 @@ def run(options: argparse.Namespace) -> None:
     "compressed-tensors": functools.partial(
       export.write_compressed_tensors, transforms=options.transforms
     ),
+    "gguf": export.write_gguf,
     "dequant": functools.partial(export.write_dequant, dtype=jnp.dtype(options.dtype)),
     "safetensors": export.write_state,
     "transformers": export.write_transformers,
@@ -159,10 +170,7 @@ def run(options: argparse.Namespace) -> None:
   writers[options.format](
     out,
     dataclasses.replace(source, params=params, record=record),
-    export.Companions(
-      folder / checkpoint.TOKENIZER,
-      pathlib.Path(options.model) if options.model else None,
-    ),
+    export.Companions(folder / checkpoint.TOKENIZER, model),
     shard_bytes=int(options.shard_gb * 1e9),
   )
   manifest = json.loads((out / MANIFEST).read_text())
@@ -198,6 +206,7 @@ def _check(
     compressed_tensors,
     dequant,
     features,
+    gguf,
     transformers_folder,
   )
 
@@ -226,6 +235,8 @@ def _check(
   params = features.drop(source.params, dropped)
   if options.format == "compressed-tensors":
     compressed_tensors.check(params, transforms=options.transforms)
+  elif options.format == "gguf":
+    gguf.check(params)
   elif options.format == "dequant":
     dequant.check(params, source.config)
   elif options.format == "transformers":
@@ -245,7 +256,7 @@ def _measure(
 
   from mxjax import models
   from mxjax.evaluation.measures.perplexity import perplexity
-  from mxjax.storage.export import compressed_tensors, dequant
+  from mxjax.storage.export import compressed_tensors, dequant, gguf
 
   def measure(params: "Params", config: models.ModelConfig = source.config) -> float:
     return perplexity(models.CausalLM(config), params, tokens).mean
@@ -257,6 +268,8 @@ def _measure(
     dtype = jnp.dtype(options.dtype)
     effective, config, _ = dequant.effective_params(params, source.config, dtype)
     measured["exported, activations not rounded"] = measure(effective, config)
+  if options.format == "gguf":
+    measured["exported, activations not rounded"] = measure(gguf.runtime_params(params))
   if options.format == "compressed-tensors":
     facts = source.facts["contract"]
     is_float = facts.get("activations") == "float"

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from mxjax import methods, models
 from mxjax.audit import plan
+from mxjax.cli import options as shared
 from mxjax.cli import output
 from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
@@ -50,7 +51,7 @@ def sample(options: argparse.Namespace) -> CalibrationSample:
   """Returns the calibration sample that the options name."""
   return CalibrationSample(
     source=options.calib,
-    sequences=options.sequences,
+    sequences=shared.sequences(options),
     length=options.length,
     seed=options.seed,
     sampling=options.sampling,
@@ -91,6 +92,7 @@ def prepare(
   """
   tell = output.teller(options.log if processes.is_leader() else "none")
   tell(f"loading {model_name(options)}")
+  output.stage(f"loading {model_name(options)}")
   config = models.load_config(options.model, dtype=options.dtype)
   on_disk = subjects.stays_on_disk(config, options.on_disk)
   for line in _announcement(options, config, names, on_disk=on_disk):
@@ -118,7 +120,7 @@ def _announcement(
   axes = meshes.sizes(mesh) if mesh else {}
   planned = plan.plan(
     config,
-    sequences=options.sequences,
+    sequences=shared.sequences(options),
     length=options.length,
     on_disk=on_disk,
     data=axes.get("data", 1),
@@ -129,7 +131,7 @@ def _announcement(
   lines = [
     f"method: {', '.join(names)}" if names else "",
     f"arithmetic: {config.dtype}",
-    f"calibration: {options.sequences} x {options.length:,} tokens of "
+    f"calibration: {shared.sequences(options)} x {options.length:,} tokens of "
     f"{text(options.calib)}, "
     f"seed {options.seed}",
     f"test: {options.windows} x {options.window_length:,} tokens of "

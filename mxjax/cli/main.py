@@ -14,25 +14,35 @@ from mxjax.cli import options as shared
 from mxjax.errors import OSRefusal, Refusal
 from mxjax.intake import texts
 
-COMMANDS = (
-  "plan",
-  "quantize",
-  "verify",
-  "evaluate",
-  "compare",
-  "reproduce",
-  "generate",
-  "chat",
-  "demo",
-  "export",
-  "import_",
-  "discover",
-)
-"""Modules of this package, in the order of the help text.
+GROUPS = {
+  "quantize": {
+    "plan": "plan models/trained/llama --sequences 16 --length 256",
+    "quantize": "quantize models/trained/llama --sequences 16 --length 256 "
+    "--out runs/first",
+    "compare": "compare models/trained/llama --methods rtn,gptq --sequences 16 "
+    "--length 256 --out runs/compare",
+    "demo": "demo",
+  },
+  "measure": {
+    "evaluate": "evaluate runs/first --model models/trained/llama --agreement",
+    "verify": "verify runs/first",
+    "reproduce": "reproduce stages --models models/trained/llama --plan",
+  },
+  "use": {
+    "generate": "generate runs/first --prompt 'The moon is'",
+    "chat": "chat --system 'Be brief.'",
+    "export": "export runs/first --format dequant --out runs/float",
+    "import": "import FOLDER --out runs/imported",
+  },
+  "search for methods": {"discover": "discover run --task world --out runs/search"},
+  "the shell": {"completion": "completion bash"},
+}
+"""The commands in the order of the help text, by what they are for, with an example.
 
-Each has `add_parser`, which defines the options and sets `run`, a function of them.
-They import JAX only inside `run`, so that help is instant.
+Each is a module of this package with `add_parser`, which defines the options and sets
+`run`, a function of them. They import JAX only inside `run`, so that help is instant.
 """
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 COMPILING = 5.0
 """Seconds of compiling one program after which a command says so."""
 MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
@@ -54,15 +64,33 @@ def build_parser() -> argparse.ArgumentParser:
   """Builds the parser of all commands."""
   parser = shared.Parser(
     prog="mxjax",
+    usage="mxjax COMMAND ...",
     description="Strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.",
-    epilog="Example: mxjax quantize --sequences 8 --out runs/smollm2; "
-    "mxjax generate runs/smollm2 --prompt 'The moon is'",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.set_defaults(distributed=False, compiled_kept=None, log="bars")
   parser.add_argument("--version", nargs=0, action=_Version, help="print the version")
-  commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+  commands = parser.add_subparsers(
+    dest="command",
+    required=True,
+    metavar="COMMAND",
+    help=argparse.SUPPRESS,
+    prog="mxjax",
+  )
   for name in COMMANDS:
-    importlib.import_module(f"mxjax.cli.{name}").add_parser(commands)
+    # `import` is a word of the language.
+    module = "import_" if name == "import" else name
+    importlib.import_module(f"mxjax.cli.{module}").add_parser(commands)
+  helps = {action.dest: action.help for action in commands._choices_actions}
+  lines = []
+  for group, examples in GROUPS.items():
+    lines.append(f"{group}:")
+    for name, words in examples.items():
+      lines.append(f"  {name:12}{helps[name]}")
+      commands.choices[name].epilog = f"Example: mxjax {words}"
+  parser.epilog = "\n".join(
+    [*lines, "", "Each command has --help, which ends in an example."]
+  )
   return parser
 
 
@@ -130,15 +158,17 @@ def _launch(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
   """Runs a command in this process; returns its exit code."""
   from mxjax import compilation
+  from mxjax.cli import output
   from mxjax.devices import processes
 
   def tell(name: str) -> None:
-    from mxjax.cli import output
-
     output.teller(options.log)(f"XLA has been compiling {name} for {COMPILING:g} s")
 
   try:
-    with compilation.on_long_compile(tell, COMPILING):
+    with (
+      output.heartbeat(options.command, options.log),
+      compilation.on_long_compile(tell, COMPILING),
+    ):
       code = options.run(options) or 0
     sys.stdout.flush()
     return code

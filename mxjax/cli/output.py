@@ -14,17 +14,19 @@ from rich import table as rich_table
 from rich.console import Console
 
 from mxjax.evaluation import provenance
-from mxjax.evaluation.estimates import Clock
-from mxjax.evaluation.report import numbers
+from mxjax.evaluation.report import numbers, page
 from mxjax.evaluation.report.tables import Table
 from mxjax.evaluation.subjects import EVALUATING
 from mxjax.intake import texts
 from mxjax.run.progress import OnProgress, Progress
+from mxjax.run.reporting import Clock, Heartbeat, lines
 
 STDERR = Console(stderr=True)
 STDOUT = Console()
 Begin = Callable[[str], OnProgress]
 """Starts the display of a method's progress."""
+_heartbeats: list[Heartbeat] = []
+"""That of the command that runs, if no terminal shows what it does."""
 
 
 def say(text: str) -> None:
@@ -82,7 +84,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
   body = []
   if good:
     exact = {f"ppl {k}": f"{v:.2f}" for k, v in good[0]["float_perplexity"].items()}
-    exact |= {"KL": "0", "flips": "0", "bits a weight": "16"}
+    exact |= {"KL, nats": "0", "flips": "0", "bits a weight": "16"}
     exact["size, MiB"] = f"{good[0]['size']['bf16_total'] / 2**20:.4g}"
     body.append(["BF16", *(exact.get(head, "-") for head in heads)])
   for row in rows:
@@ -105,11 +107,11 @@ def _cells(row: dict[str, Any]) -> dict[str, str | None]:
   return {
     **cells,
     "operator error": None if error is None else f"{error:.4f}",
-    "KL": f"{compared['kl_mean']:.4f}" if compared else None,
+    "KL, nats": f"{compared['kl_mean']:.4f}" if compared else None,
     "flips": f"{compared['flips']:.2%}" if compared else None,
     "bits a weight": f"{row['size']['quantized_linears']['bits_per_weight']:.2f}",
     "size, MiB": f"{row['size']['total'] / 2**20:.4g}",
-    "build, s": f"{row['seconds']:.3g}",
+    "build, s": f"{row['seconds']:.0f}",
   }
 
 
@@ -121,11 +123,15 @@ def print_rows(
     print(json.dumps([{k: v for k, v in row.items() if k != "record"} for row in rows]))
     return
   print_table(comparison_table(rows))
+  if good := [row for row in rows if "error" not in row]:
+    say(page.verdict(good))
   say(f"report: {folder / 'report.html'}")
 
 
 def emit(event: str, **values: Any) -> None:
   """Prints one event as a JSON line on stderr."""
+  for beating in _heartbeats:
+    beating.spoke()
   line = {"event": event, "time": round(time.time(), 3), **values}
   print(json.dumps(line), file=sys.stderr, flush=True)
 
@@ -139,15 +145,49 @@ def teller(form: str) -> Callable[[str], None]:
     return lambda text: None
   if form == "json":
     return lambda text: emit("message", text=text)
-  return lambda text: STDERR.print(
-    texts.printable(text), markup=False, highlight=False, soft_wrap=True
-  )
+
+  def tell(text: str) -> None:
+    for beating in _heartbeats:
+      beating.spoke()
+    STDERR.print(texts.printable(text), markup=False, highlight=False, soft_wrap=True)
+
+  return tell
+
+
+@contextlib.contextmanager
+def heartbeat(command: str, form: str) -> Iterator[None]:
+  """Says after every 30 s of silence what the command does, except on a terminal.
+
+  There bars show it. With form `json` it is the event `alive`.
+  """
+  if STDERR.is_terminal and form != "json":
+    yield
+    return
+  tell = teller(form) if form != "json" else lambda text: emit("alive", text=text)
+  with Heartbeat(tell, command) as beating:
+    _heartbeats.append(beating)
+    try:
+      yield
+    finally:
+      _heartbeats.remove(beating)
+
+
+def stage(text: str) -> None:
+  """Notes what begins, for a heartbeat to name if it takes long."""
+  for beating in _heartbeats:
+    beating.at(text)
 
 
 @contextlib.contextmanager
 def progress(form: str) -> Iterator[Begin]:
-  """Yields a function that starts a display: `bars`, events (`json`) or `none`."""
-  if form == "bars":
+  """Yields a function that starts a display: `bars`, events (`json`) or `none`.
+
+  Where stderr is no terminal, lines take the place of bars.
+  """
+  if form == "bars" and not STDERR.is_terminal:
+    tell = teller(form)
+    yield lambda method: lines(method, tell, next(iter(_heartbeats), None))
+  elif form == "bars":
     left = "{task.fields[left]}"
     with _bars("{task.fields[method]}", "{task.description}", left) as shown:
       yield functools.partial(_begin_bar, shown)
@@ -157,7 +197,10 @@ def progress(form: str) -> Iterator[Begin]:
 
 @contextlib.contextmanager
 def task_bars() -> Iterator[Callable[[str, int, int], None]]:
-  """Shows a bar per task with counts and elapsed time."""
+  """Shows a bar per task with counts and elapsed time; a line where is no terminal."""
+  if not STDERR.is_terminal:
+    yield _task_lines()
+    return
   with _bars("{task.description}", "{task.completed}/{task.total}", "") as shown:
     known: dict[str, rich_progress.TaskID] = {}
 
@@ -167,6 +210,18 @@ def task_bars() -> Iterator[Callable[[str, int, int], None]]:
       shown.update(known[name], completed=done)
 
     yield update
+
+
+def _task_lines() -> Callable[[str, int, int], None]:
+  tell, told = teller("bars"), set()
+
+  def update(name: str, done: int, total: int) -> None:
+    stage(f"{name}, {done}/{total}")
+    if name not in told or done == total:
+      told.add(name)
+      tell(f"{name}: {done}/{total}")
+
+  return update
 
 
 def _bars(name: str, state: str, left: str) -> rich_progress.Progress:
@@ -207,6 +262,7 @@ def _begin_events(method: str) -> OnProgress:
 
   def update(now: Progress) -> None:
     spent, left = clock.update(now.fraction)
+    stage(f"{method}, layer {now.layer + 1}/{now.layers}: {now.stage}")
     emit(
       "progress",
       method=method,

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
   axes = meshes.sizes(options.mesh) if options.mesh else {}
   planned = plan.plan(
     config,
-    sequences=options.sequences,
+    sequences=shared.sequences(options),
     length=options.length,
     on_disk=stays_on_disk(config, options.on_disk),
     data=axes.get("data", 1),
@@ -78,7 +78,9 @@ def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
   memory["peak memory, by a rule of thumb"] = planned.peak
   disk = {f"disk, {place}": size for place, size in planned.disk.items()}
   written = lambda sizes: [[what, numbers.size(size)] for what, size in sizes.items()]
-  ratio = f"{planned.bf16 / planned.packed_total:.2f} x smaller"
+  ratio, word = planned.bf16 / planned.packed_total, "smaller"
+  if ratio < 1:
+    ratio, word = 1 / ratio, "larger"
   loaded = [
     [label, numbers.size(size), f"{size / planned.bf16:.3f}"]
     for label, size in planned.loaded.items()
@@ -94,7 +96,7 @@ def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
   bits = f"{planned.bits_per_weight:.3f}"
   storage = [
     *written(sizes),
-    ["packed against bfloat16", ratio],
+    ["packed against bfloat16", f"{ratio:.2f} x {word}"],
     ["bits a quantized weight, scales and auxiliary included", bits],
   ]
   place = "on disk" if planned.on_disk else "in memory"

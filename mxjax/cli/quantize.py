@@ -13,8 +13,8 @@ def add_parser(commands: Any) -> None:
     "quantize",
     help="quantize a model; writes a checkpoint, its run and report.html",
     description="Quantizes every decoder linear of MODEL and writes OUT/checkpoint "
-    "(Orbax), OUT/run (finished layers, to go on from), OUT/result.json and "
-    "OUT/report.html.",
+    "(Orbax), OUT/run (finished layers, to go on from), OUT/report.html, and its "
+    "numbers as OUT/result.json and OUT/result.csv.",
   )
   shared.add(parser, "model")
   add = parser.add_argument
@@ -41,10 +41,28 @@ def add_parser(commands: Any) -> None:
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
   shared.add(parser, "--on-disk", "--dtype")
+  _add_report(parser.add_argument_group("report"))
   _add_sharing(parser.add_argument_group("sharing work with other builds"))
   _add_devices(parser.add_argument_group("devices"))
   shared.add_run(parser)
   parser.set_defaults(run=run)
+
+
+def _add_report(group: Any) -> None:
+  add = group.add_argument
+  add(
+    "--baseline",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="also measure RTN on the same test, beside which the report shows the result",
+  )
+  add(
+    "--sample",
+    type=shared.whole(0),
+    default=24,
+    metavar="N",
+    help="tokens by which both models continue a text of the test; 0 for none",
+  )
 
 
 def _add_sharing(group: Any) -> None:
@@ -112,6 +130,8 @@ def run(options: argparse.Namespace) -> None:
     check=options.check,
     store=pathlib.Path(options.store) if options.store else None,
     linears=pathlib.Path(options.linears) if options.linears else None,
+    baseline=options.baseline,
+    sample=options.sample,
   )
   try:
     with output.progress(form) as begin, stopping.stopper(tell) as stop:

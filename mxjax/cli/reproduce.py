@@ -167,7 +167,7 @@ def requested(options: argparse.Namespace) -> Any:
     settings=Settings(
       sample=CalibrationSample(
         source=options.calib,
-        sequences=options.sequences,
+        sequences=shared.sequences(options),
         length=options.length,
         sampling=options.sampling,
       ),
@@ -198,11 +198,13 @@ def run(options: argparse.Namespace) -> int:
 def run_builds(options: argparse.Namespace) -> int:
   """Makes the tables of builds; returns 1 if a cell failed."""
   from mxjax.evaluation import results
-  from mxjax.evaluation.tables import page, reproducing
+  from mxjax.evaluation.tables import page, reproducing, settings
 
   _check(options)
   request = requested(options)
   out = pathlib.Path(options.out) if options.out else None
+  if out and not options.results:
+    settings.check_folder(out)
   failures = {}
   if options.results:
     found = results.read(options.results)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mxjax.cli import output, stopping
 from mxjax.evaluation.builds import Begin
-from mxjax.evaluation.estimates import Clock
 from mxjax.evaluation.evaluating import OnCount
 from mxjax.evaluation.report import numbers
 from mxjax.evaluation.tables.jobs import Job, Watch
+from mxjax.run.reporting import Clock
 
 
 class Terminal(Watch):

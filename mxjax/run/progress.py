@@ -31,6 +31,8 @@ DIFFERENTIATING = 0.1
 """Share of a run in which the float model is differentiated, where a program asks."""
 OUTPUT_GRADIENTS = "output gradients"
 """The stage of differentiating the float model."""
+SANITY = "sanity gate"
+"""The stage of comparing logits with the float model's, after the last layer."""
 TUNING = "scale distillation"
 """How the stages of tuning begin, each of which leaves its step on disk."""
 
@@ -105,6 +107,10 @@ class Report:
     """Tells how many passes of layers of the float model are differentiated."""
     label = f"{OUTPUT_GRADIENTS} {step}/{steps}"
     self._tell(label, DIFFERENTIATING * step / steps, 0)
+
+  def checking(self) -> None:
+    """Tells that the finished model is compared with the float model."""
+    self._tell(SANITY, 1.0, self.layers - 1)
 
   def tuning(self, step: int, steps: int, divergence: float | None) -> None:
     """Tells the finished steps of tuning, and the last one's divergence in nats."""

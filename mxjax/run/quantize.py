@@ -21,11 +21,11 @@ from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.errors import ValueRefusal
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.run import sanity
+from mxjax.run import reporting, sanity
 from mxjax.run.capture import Trajectories
 from mxjax.run.folder import LayerWriter, RunFolder
 from mxjax.run.loop import quantize_layer, replay_layer
-from mxjax.run.progress import OnProgress, Report, Stopped
+from mxjax.run.progress import SANITY, OnProgress, Report, Stopped
 from mxjax.run.record import QuantizationRecord, Result, StageClock
 from mxjax.run.setup import Setup
 
@@ -58,22 +58,25 @@ def run(
     The quantized params, the record, and the float params that were quantized.
   """
   _check_options(save_every, run_dir, resume)
-  setup = Setup.of(
-    params,
-    calib,
-    method,
-    contract,
-    chunk=chunk,
-    mesh=mesh,
-    probe=probe,
-    store=store,
-    into=into,
-  )
-  if run_dir is None or isinstance(run_dir, RunFolder):
-    opened = contextlib.nullcontext(run_dir)
-  else:
-    opened = RunFolder(run_dir, resume=resume)
-  with opened as folder:
+  with contextlib.ExitStack() as stack:
+    if on_progress is None:
+      name = getattr(method, "name", str(method))
+      on_progress = stack.enter_context(reporting.logged(name))
+    setup = Setup.of(
+      params,
+      calib,
+      method,
+      contract,
+      chunk=chunk,
+      mesh=mesh,
+      probe=probe,
+      store=store,
+      into=into,
+    )
+    if run_dir is None or isinstance(run_dir, RunFolder):
+      folder = run_dir
+    else:
+      folder = stack.enter_context(RunFolder(run_dir, resume=resume))
     resumed, clock = _begin(folder, setup)
     report = Report(setup.program, setup.model.num_layers, clock, on_progress)
     with clock.stage("preparation"):
@@ -87,7 +90,7 @@ def run(
     # A folder that has ended says how its gate went, if it had one.
     gate = folder.ended["sanity"] if folder and folder.ended else None
     if check and not gate:
-      gate = _pass_gate(setup, clock, outcome)
+      gate = _pass_gate(setup, report, outcome)
     if folder and not folder.ended:
       folder.finish(gate, clock.seconds)
   record = QuantizationRecord(
@@ -239,13 +242,14 @@ def _tune(
   return record
 
 
-def _pass_gate(setup: Setup, clock: StageClock, outcome: Outcome) -> dict[str, Any]:
+def _pass_gate(setup: Setup, report: Report, outcome: Outcome) -> dict[str, Any]:
   """Compares the result with the float model on calibration tokens.
 
   Raises:
     FloatingPointError: The quantized model collapsed.
   """
-  with clock.stage("sanity gate"):
+  report.checking()
+  with report.clock.stage(SANITY):
     quantized = setup.placement.on_primary(outcome.params)
     found = sanity.report(setup.calib, setup.params, quantized)
   found.check(setup.program.name)
@@ -279,7 +283,9 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
         layers there are done again.
       store: Where statistics shared by all runs on the same model and tokens are
         written; the result does not depend on it.
-      on_progress: Called with a `Progress` at every stage and every linear.
+      on_progress: Called with a `Progress` at every stage and every linear. None logs a
+        line a layer, and one after every 30 s of silence, at INFO of the logger
+        `mxjax`; where no logging is configured they go to stderr.
       stop: Called after every layer; if it returns True, `Stopped` is raised.
       check: Whether logits are compared with the float model's at the end.
       probe: Whether each linear is measured on a few tokens for the record.

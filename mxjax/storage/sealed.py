@@ -14,7 +14,10 @@ from mxjax.storage import atomic_io
 
 OUTPUTS = "mxjax_files.json"
 """Lists what a finished command wrote beside and above its checkpoint and its run."""
-LISTED = ("result.json", "report.html", "checkpoint/mxjax.json", "run/state.json")
+LISTED = (
+  *("result.json", "result.csv", "report.html"),
+  *("checkpoint/mxjax.json", "run/state.json"),
+)
 """The files of an output folder that nothing else in it has a digest of."""
 
 

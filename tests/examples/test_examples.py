@@ -1,6 +1,7 @@
 """The examples run, on small models, and show what they claim."""
 
 import importlib.util
+import json
 import pathlib
 
 import jax
@@ -88,3 +89,24 @@ def test_a_discovery_task_of_your_own(monkeypatch, tmp_path):
   champion = example("own_discovery_task", monkeypatch).main(tmp_path, budget=6)
   assert "jnp.roll" in champion.source
   assert champion.values["loss"] < 0.2
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys):
+  """Its cells in order, as plain Python: no Jupyter is needed."""
+  notebook = json.loads((EXAMPLES / "own_model.ipynb").read_text())
+  assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+  identifiers = [cell["id"] for cell in notebook["cells"]]
+  assert len(set(identifiers)) == len(identifiers)
+  names = {"__name__": "__main__"}
+  for cell in notebook["cells"]:
+    assert cell["cell_type"] in ("code", "markdown")
+    if cell["cell_type"] == "code":
+      assert cell["outputs"] == [] and cell["execution_count"] is None
+      exec("".join(cell["source"]), names)
+  errors = names["errors"]
+  assert set(errors) == {"rtn", "gptq", "wush"}
+  assert all(0 < error < 0.5 for error in errors.values())
+  assert names["value"] < 0.05
+  drawn = names["chart"]._repr_html_()
+  assert "<svg" in drawn and all(f">{name}<" in drawn for name in errors)
+  assert "rtn" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from mxjax.storage.export.compressed_tensors import write_compressed_tensors
 from mxjax.storage.export.dequant import write_dequant
 from mxjax.storage.export.features import FEATURES, drop, features_of
 from mxjax.storage.export.folder import Companions, Source
+from mxjax.storage.export.gguf import write_gguf
 from mxjax.storage.export.importer import Imported, read_compressed_tensors
 from mxjax.storage.export.state import read_state, write_state
 from mxjax.storage.export.transformers_folder import write_transformers
@@ -23,6 +24,7 @@ __all__ = [
   "read_state",
   "write_compressed_tensors",
   "write_dequant",
+  "write_gguf",
   "write_state",
   "write_transformers",
 ]

@@ -30,6 +30,8 @@ FEATURES = ChainMap(
   {"maps": "online input maps"},
 )
 """Features that some format cannot hold, with their descriptions."""
+DEQUANT = ", or dequant, a float folder that any loader reads, its inputs not rounded"
+"""What a refusal of the other formats offers, too."""
 GROUPS = {"recovery": ("value-recovery", "mlp-recovery")}
 """Names that stand for several features."""
 
@@ -92,9 +94,12 @@ def refuse(
     for name, paths in features.items()
   )
   ways = [
-    "use --format safetensors, which holds everything, or leave them out by --drop "
-    f"{','.join(features)}, which changes the model and measures it again"
+    "use --format transformers, which runs the strict model in torch, or safetensors, "
+    f"which holds everything{'' if form.startswith('dequant') else DEQUANT}; or leave "
+    f"them out by --drop {','.join(features)}, which changes the model and measures it "
+    "again"
   ]
+
   ways += [mends[name] for name in features if mends and name in mends]
   raise ValueRefusal(
     "export", expected=f"what {form} can hold", got=listed, mend="; ".join(ways)

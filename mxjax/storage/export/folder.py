@@ -8,7 +8,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,15 @@ from mxjax.storage.atomic_io import (
   list_files,
   staged,
   write_arrays,
+  write_durably,
   write_json,
 )
+from mxjax.storage.export import card
 
 MANIFEST = "mxjax_export.json"
 """Manifest of an export: its source, what was left out, and the cost of that."""
+CARD = "README.md"
+"""The model card."""
 VERSION = 1
 SHARD_BYTES = 5 * 10**9
 """Maximum shard size in bytes; a single larger tensor gets its own shard."""
@@ -207,24 +211,29 @@ def write_folder(
   details: Mapping[str, Any],
   shard_bytes: int,
   copies: Sequence[pathlib.Path] = (),
+  write: Callable[[pathlib.Path], None] | None = None,
 ) -> pathlib.Path:
   """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
   `form` names the format, `source` has the config of the export, `json_files` maps file
-  names such as `config.json` to values, `details` go into `mxjax_export.json`, and
-  `copies` are files that are copied.
+  names such as `config.json` to values, `details` go into `mxjax_export.json` and the
+  model card, `copies` are files that are copied, and `write` writes the tensors of a
+  format that has other files than safetensors and a tokenizer's.
 
   Raises:
     FileExistsError: The folder is not empty.
     OSError: The tensors read back differently.
   """
   with staged(out) as folder:
-    _write_tensors(folder, tensors, shard_bytes)
+    if write:
+      write(folder)
+    else:
+      _write_tensors(folder, tensors, shard_bytes)
+      _write_companions(folder, source.config, companions)
     for name, values in json_files.items():
       write_json(folder / name, values)
     for file in copies:
       shutil.copyfile(file, folder / file.name)
-    _write_companions(folder, source.config, companions)
     manifest = {
       "format": form,
       "version": VERSION,
@@ -232,6 +241,7 @@ def write_folder(
       **source.record,
       **details,
     }
+    write_durably(folder / CARD, card.model_card(form, manifest).encode())
     sealed.write(folder / MANIFEST, {**manifest, "files": list_files(folder)})
   return pathlib.Path(out)
 

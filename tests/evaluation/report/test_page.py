@@ -1,4 +1,5 @@
 import copy
+import csv
 import html.parser
 import json
 import math
@@ -122,18 +123,33 @@ def written(runs, tmp_path, **names):
   return path.read_text(encoding="utf-8")
 
 
+def losses(run, values):
+  run["perplexity"]["wikitext"]["window_losses"] = values
+  return run
+
+
+RTN = {
+  "method": "rtn",
+  "perplexity": {"wikitext": {"mean": 90.5, "spread": 0.0, "values": [90.5]}},
+  "operator_error": None,
+  "agreement": {"kl_mean": 1.25, "flips": 0.5},
+  "size": run("rtn")["size"],
+  "seconds": 12.0,
+}
+"""What a build measures of RTN beside its own method."""
+MEASURED = {"agreement": {"kl_mean": 0.1234, "flips": 0.0875}, "seconds": 300.0}
+
+
 def test_all_numbers_are_there(tmp_path):
   """Of the verdict, of what is unusual, and of what made the model."""
-  source = written([run()], tmp_path)
-  page = Page(source)
+  page = Page(written([run()], tmp_path))
   numbers = {
-    "perplexity": ("21.5 ± 0.25", "18.75"),
+    "perplexity": ("21.5", "± 0.125 by replicates", "18.75"),
     "operator error": ("0.0123",),
-    "size": ("1.025 KiB", "2.344 KiB", "2.29×", "5.04"),
-    "damping": ("0.1 (not the default)", "layers_1/mlp/down_proj"),
-    "cost": ("5 min", "1.5 GiB"),
-    "sanity": ("2.75", "87.5%"),
-    "provenance": ("c0ffee" * 10, "beef" * 16, "2 × 256", "bfloat16"),
+    "size": ("1.025 KiB", "0.44", "2.29×", "5.04"),
+    "damping": ("more damping than usual: 0.1 in layers_1/self_attn/q_proj",),
+    "provenance": ("c0ffee" * 10, "beef" * 16, "2 × 256", "bfloat16", "quantization 5"),
+    "memory": ("1.5 GiB",),
   }
   missing = [
     (part, text)
@@ -142,7 +158,7 @@ def test_all_numbers_are_there(tmp_path):
     if text not in page.text
   ]
   assert not missing
-  assert page.tags.count("svg") == 3 + 2 + 3 + 4 + 5 + 2
+  assert page.tags.count("svg") == 2 and page.tags.count("table") == 2
 
 
 def test_charts_are_as_wide_as_a_phone_and_tables_scroll(tmp_path):
@@ -153,55 +169,102 @@ def test_charts_are_as_wide_as_a_phone_and_tables_scroll(tmp_path):
   assert source.count("<table>") == source.count('<div class="scroll" tabindex="0">')
 
 
-def test_the_verdict_comes_first_and_methods_fold(tmp_path):
-  source = written([run(), run("rtn", mapped=False)], tmp_path)
+def test_the_verdict_of_a_build_is_one_sentence_against_rtn_and_float(tmp_path):
+  made = losses(run() | MEASURED | {"baseline": RTN}, [3.0, 3.1, 3.2])
   told = (
-    "hires: perplexity +14.7% on wikitext, 5.04 bits a weight, the whole model 2.29×"
+    "hires stores 5.04 bits a weight, 1.025 KiB in all, 2.29× smaller than BF16; it "
+    "has a perplexity of 21.5 on wikitext (95 % interval 17.32 to 28.46), beside float "
+    "model 18.75 and RTN 90.5; it diverges by 0.1234 nats a token and flips 8.75% of "
+    "the predictions, RTN by 1.25 nats and 50%."
   )
-  assert source.index(told) < source.index("<table>")
-  fold = '<details><summary>hires, 5.04 bits a weight</summary><div id="run-0">'
-  assert fold in source
-  best = "Lowest perplexity on wikitext: hires, rtn; lowest number of bits a weight"
-  assert source.index(best) < source.index(told)
-  # One method alone is shown at once.
-  assert fold.replace("<details>", "<details open>") in written([run()], tmp_path)
-  assert "Lowest" not in written([run()], tmp_path)
+  source = written([made], tmp_path)
+  assert report.verdict([made]) == told
+  assert source.index(f'<p class="verdict">{told}') < source.index("<table>")
+  # RTN stands in the table, between the float model and the method.
+  body = source[source.index("<tbody>") :]
+  rows = re.findall(r"<tr><td>([^<]*)</td>", body)[:3]
+  assert rows == ["float model", "rtn", "hires"]
+
+
+def test_the_interval_is_that_of_the_windows():
+  """Student's with two degrees of freedom, whose quantile is 4.303."""
+  found = report.mean_interval(losses(run(), [3.0, 3.1, 3.2]), "wikitext")
+  half = 4.30265 * 0.1 / math.sqrt(3)
+  assert (found.low, found.high) == pytest.approx((3.1 - half, 3.1 + half), rel=1e-5)
+  assert report.mean_interval(run(), "wikitext") is None
+
+
+def test_only_what_was_measured_is_said_and_the_rest_is_named(tmp_path):
+  bare = run(mapped=False)
+  source = written([bare], tmp_path)
+  assert "interval" not in report.verdict([bare])
+  assert "diverges" not in report.verdict([bare]) and "RTN" not in report.verdict(
+    [bare]
+  )
+  told = "Not measured: KL, flips, operator error (--agreement, --operator-error asks"
+  assert told in source
+  assert "RTN was not measured beside it." in source
+  assert "<th>flips, %</th>" not in source
+  whole = written([run() | MEASURED | {"baseline": RTN}], tmp_path)
+  assert "ot measured" not in whole
+  assert "<th>KL, nats a token</th><th>flips, %</th>" in whole
+
+
+def test_larger_is_larger(tmp_path):
   large = run()
-  large["size"]["ratio"] = 0.5
-  assert "the whole model 2.00× larger than in BF16" in written([large], tmp_path)
+  large["size"] |= {"ratio": 0.5, "total": 4800}
+  assert "2.00× larger than BF16" in report.verdict([large])
+  assert "hires is larger than half of BF16 here" in written([large], tmp_path)
+  assert "larger than half" not in written([run()], tmp_path)
+
+
+def test_of_several_methods_the_nearest_is_named(tmp_path):
+  best = run() | MEASURED
+  worse = run("rtn") | {"agreement": {"kl_mean": 0.5, "flips": 0.2}}
+  worse["perplexity"]["wikitext"]["mean"] = 20.0
+  told = report.verdict([worse, best])
+  assert told.startswith("Of 2 methods, hires is nearest to the float model: it stores")
+  assert "and RTN 20;" in told
+  # Without KL of both, perplexity decides.
+  assert "Of 2 methods, rtn is" in report.verdict([worse, run()])
+
+
+def test_a_text_of_both_models_is_shown(tmp_path):
+  texts = {"prompt": "The <moon>", "float": " is round.", "quantized": " is blue."}
+  source = written([run() | {"sample": texts}], tmp_path)
+  assert "The &lt;moon&gt;<b> is round.</b>" in source
+  assert "The &lt;moon&gt;<b> is blue.</b>" in source
+  assert "How it writes" not in written([run()], tmp_path)
+
+
+def test_the_numbers_are_a_file_beside_it(tmp_path):
+  made = run() | MEASURED | {"baseline": RTN}
+  failed = {"method": "gptq", "error": "no"}
+  rows = list(
+    csv.DictReader(report.comma_separated_table([made, failed], "t").split("\n"))
+  )
+  assert [row["method"] for row in rows] == ["float model", "rtn", "hires"]
+  assert [float(row["perplexity, wikitext"]) for row in rows] == [18.75, 90.5, 21.5]
+  assert float(rows[2]["size, MiB"]) == 1050 and rows[0]["build, s"] == ""
+  source = written([made], tmp_path, files=["result.json", "a b.csv"])
+  assert '<a href="result.json">result.json</a><a href="a b.csv">' in source
 
 
 def test_what_the_windows_do_not_tell_apart_is_said(tmp_path):
-  def measured(method, losses):
-    made = run(method, mapped=False)
-    made["perplexity"]["wikitext"]["window_losses"] = losses
-    return made
-
   runs = [
-    measured("best", [3.0, 4.0, 3.5]),
-    measured("close", [3.1, 3.9, 3.6]),
-    measured("worse", [3.2, 4.21, 3.7]),
+    losses(run("best", mapped=False), [3.0, 4.0, 3.5]),
+    losses(run("close", mapped=False), [3.1, 3.9, 3.6]),
+    losses(run("worse", mapped=False), [3.2, 4.21, 3.7]),
   ]
   source = written(runs, tmp_path)
   assert "3 windows of wikitext do not tell close from best" in source
   assert "do not tell" not in written(runs[::2], tmp_path)
 
 
-def test_kl_and_flips_are_shown_where_they_were_measured(tmp_path):
-  measured = run() | {"agreement": {"kl_mean": 0.1234, "flips": 0.0875}}
-  worse = run("rtn") | {"agreement": {"kl_mean": 0.5, "flips": 0.2}}
-  assert "; lowest KL: hires;" in written([worse, measured], tmp_path)
-  source = written([measured, run("rtn", mapped=False)], tmp_path)
-  assert "<th>KL, nats</th><th>flips</th>" in source
-  assert "<td>0.1234</td><td>8.75%</td>" in source.replace(' class="best"', "")
-  assert "8.75% of predictions flipped" in source
-  assert "<th>flips</th>" not in written([run()], tmp_path)
-
-
 def test_the_glossary_is_folded(tmp_path):
   source = written([run()], tmp_path)
   assert "<details><summary>Words on this page</summary><dl>" in source
-  for word in ("perplexity", "operator error", "KL", "bits a weight", "edit rate"):
+  for word in ("perplexity", "operator error", "KL", "bits a weight", "RTN"):
     assert f"<dt>{word}</dt>" in source
 
 
@@ -271,30 +334,13 @@ def test_bars_have_names_totals_and_only_measured_whiskers():
   assert widths[3] == 0 and max(widths) < svg.WIDTH - 60
 
 
-def test_a_tuned_run_shows_its_curve_and_where_it_moved(tmp_path):
-  tuned = run()
-  assert "Scale distillation" not in written([tuned], tmp_path)
-  tuned["record"]["tuning"] = {
-    "divergence": [0.31, 0.29, 0.28, 0.25],
-    "order": [1, 0, 0, 1],
-    "parameters": 1234,
-    "change_by_layer": [0.01, 0.02, 0.015],
-  }
-  page = Page(written([tuned], tmp_path))
-  for expected in ("Scale distillation", "4 steps", "mean of 2", "1,234 factors"):
-    assert expected in page.text, expected
-  assert page.tags.count("svg") == 19 + 2
-
-
 def test_nothing_is_fetched(tmp_path):
-  source = written([run()], tmp_path)
+  source = written([run()], tmp_path, files=["result.json"])
   page = Page(source)
   assert not re.search(r"https?:|//\w|url\(|@import", source)
   assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
   links = [value for key, value in page.attributes if key in ("href", "src")]
-  assert links and all(link.startswith("#") for link in links)
-  identifiers = {value for key, value in page.attributes if key == "id"}
-  assert {link[1:] for link in links} <= identifiers
+  assert links == ["result.json"]
   assert "prefers-color-scheme: dark" in source
 
 
@@ -306,18 +352,12 @@ def test_drawings_are_well_formed_and_hold_only_numbers(tmp_path):
     assert not re.search(r'="[^"]*(nan|inf)\b', drawing)
 
 
-def test_a_run_without_map_recovery_or_gate(tmp_path):
+def test_a_run_without_size_or_gate(tmp_path):
   plain = run("rtn", mapped=False)
   plain["size"] = None
   page = Page(written([plain], tmp_path))
-  assert "The sanity gate was not run." in page.text
-  # As headings: the glossary explains the words on every page.
-  for absent in ("Recovery", "Damping", "Balance", "Interaction"):
-    assert absent not in page.words, absent
-  # Nothing was mapped or refined, so the four stages are one line.
-  assert (
-    "native, nearest = mapped, nearest = mapped, final weights = final" in page.text
-  )
+  assert "The sanity gate of rtn was not run." in page.text
+  assert "Stored bytes" not in page.text and "damping than" not in page.text
 
 
 def test_everything_given_is_escaped(tmp_path):
@@ -335,14 +375,13 @@ def test_everything_given_is_escaped(tmp_path):
 
 
 def test_the_best_of_each_column_is_marked(tmp_path):
+  best = '<td class="best">21.5<small>'
   worse = run("rtn", mapped=False)
   worse["perplexity"]["wikitext"]["mean"] = math.inf
-  source = written([worse, run()], tmp_path)
-  assert '<td class="best">21.5 ± 0.25</td>' not in source
+  assert best not in written([worse, run()], tmp_path)
   worse["perplexity"]["wikitext"]["mean"] = 40.0
   source = written([worse, run()], tmp_path)
-  assert '<td class="best">21.5 ± 0.25</td>' in source
-  assert "40 ± 0.25" in source
+  assert best in source and "<td>40<small>" in source
 
 
 def test_values_that_are_not_finite_are_written_not_drawn(tmp_path):
@@ -351,7 +390,6 @@ def test_values_that_are_not_finite_are_written_not_drawn(tmp_path):
   broken["record"]["layers"][1]["linears"][PATHS[0]]["error_final"] = math.nan
   page = Page(written([broken], tmp_path))
   assert "∞" in page.text
-  assert "not finite" in page.text
 
 
 def test_a_method_that_failed_is_shown_with_its_sentence(tmp_path):

@@ -9,6 +9,8 @@ import numpy as np
 
 from tests import tiny
 
+PLAIN = ("--no-baseline", "--sample", "0")
+"""Nothing beside the method itself."""
 ROOT = pathlib.Path(__file__).parents[3]
 
 
@@ -25,7 +27,7 @@ def write(path):
 def quantize(folder, out, method, *extra):
   """The words of a command."""
   ids = str(folder / "ids.npy")
-  sizes = ("--sequences", "2", "--length", "32", "--windows", "2")
+  sizes = ("--sequences", "2", "--length", "32", "--windows", "2", *PLAIN)
   data = ("--calib", ids, "--data", ids, "--window-length", "32", "--log", "json")
   words = ("quantize", str(folder), "--out", str(out), "--method", method)
   return [*words, *data, *sizes, *extra]

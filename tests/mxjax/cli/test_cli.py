@@ -45,6 +45,17 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax):
   assert f"<h1>gptq on {folder.name}</h1>" in (out / "report.html").read_text()
   assert (out / "run" / "state.json").is_file()
 
+  # RTN beside it, of one sequence, is that of all of them: no data decides its codes.
+  (plain,) = mxjax("compare", *arguments(folder, tmp_path / "rtn", "--methods", "rtn"))
+  assert row["baseline"]["perplexity"] == plain["perplexity"]
+  assert row["baseline"]["size"] == plain["size"]
+  said = row["sample"]
+  assert said["prompt"] and tiny.TEXT.startswith(said["prompt"])
+  assert len(said) == 3 and said["float"] and said["quantized"]
+  page = (out / "report.html").read_text()
+  assert "How it writes" in page and 'href="result.csv"' in page
+  assert (out / "result.csv").read_text().count("\n") == 4
+
   evaluate = ["evaluate", out, "--data", folder / "text.txt", *WINDOWS, *measures]
   evaluate += ["--model", folder]
   again = mxjax(*evaluate)

@@ -8,9 +8,14 @@ import sys
 
 import pytest
 
+from mxjax import models
 from mxjax.cli import lm_eval, output
+from mxjax.cli import main as main_module
+from mxjax.cli import options as shared
 from mxjax.cli.main import main
+from mxjax.evaluation import subjects
 from mxjax.evaluation.tables import jobs
+from mxjax.models.loading import lazy
 from mxjax.storage import checkpoint
 from tests import tiny
 
@@ -134,6 +139,101 @@ def test_what_cannot_be_meant_is_refused(command, place, refuses):
   assert not (place / "new").exists()
 
 
+NAMED = {
+  "plan": "MODEL --dtype bfloat16 --mesh data=2",
+  "quantize": "MODEL --out OUT --calib DATA --data DATA --store DIR --linears DIR "
+  "--method rtn --compiled DIR --mesh data=2 --coordinator HOST",
+  "verify": "DIR",
+  "evaluate": "DIR --data DATA --model MODEL --tasks piqa --out OUT --wikitext2 DATA "
+  "--c4 DATA --name NAME --storage int8-embeddings --compiled DIR",
+  "compare": "MODEL --methods rtn --scale-rules floor --out OUT --calib DATA",
+  "reproduce": "main --models MODEL --out OUT --results DIR --without c4",
+  "generate": "DIR --prompt text --compiled DIR --storage int8-embeddings",
+  "chat": "DIR --storage int8-embeddings",
+  "demo": "--out OUT",
+  "export": "DIR --format dequant --out OUT --model DIR --data DATA --drop maps",
+  "import": "FOLDER --out OUT",
+}
+"""Every argument of a command that names something."""
+
+
+@pytest.mark.parametrize("command", NAMED)
+def test_an_empty_name_is_refused_before_anything_is_read(command, refuses, place):
+  """It is what an unset variable of a shell leaves: `mxjax quantize "$MODEL"`."""
+  words = NAMED[command].split()
+  told = "expected a value, got ''; set the variable that it comes from"
+  cases = []
+  for index, word in enumerate(words):
+    if not word.startswith("--") and words[index - 1] not in ("--prompt", "--format"):
+      cases.append(([command, *words[:index], "", *words[index + 1 :]], told))
+      cases.append(([command, *words[:index], " ", *words[index + 1 :]], "got ' '"))
+  assert cases
+  refuses(cases)
+
+
+OUTPUTS = {
+  "quantize": "model --method rtn",
+  "evaluate": "run --tasks piqa",
+  "compare": "model --methods rtn",
+  "reproduce": "main --models model --calib model/text.txt",
+  "demo": "",
+  "export": "run --format dequant",
+  "import": "model",
+}
+"""Every command that writes a folder, without its name."""
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_an_output_below_a_file_is_refused_before_anything_is_read(
+  command, refuses, place, monkeypatch
+):
+  def read(*arguments, **options):
+    raise AssertionError("a model was read")
+
+  for name in ("open_pretrained", "from_pretrained", "load_config", "load_tokenizer"):
+    monkeypatch.setattr(models, name, read)
+  monkeypatch.setattr(checkpoint, "read_manifest", read)
+  told = "text.txt, which is a file; name another --out."
+  refuses(
+    (f"{command} {OUTPUTS[command]} --out model/text.txt/{below}", told)
+    for below in ("new", "some/new")
+  )
+
+
+def test_the_defaults_fit_the_embedded_text(place, refuses, monkeypatch):
+  """And a sample that does not fit is refused before a weight is read, by its flag."""
+  parsed = lambda *words: shared.sequences(main_module.build_parser().parse_args(words))
+  assert parsed("quantize", "--out", "x") == shared.EMBEDDED_SEQUENCES == 64
+  assert parsed("quantize", "--out", "x", "--calib", "c4") == 128
+  assert parsed("quantize", "--out", "x", "--sequences", "3") == 3
+  assert parsed("plan") == 128
+
+  def read(*_):
+    raise AssertionError("weights were read")
+
+  monkeypatch.setattr(lazy.LazyParams, "load", read)
+  words = "quantize model --out new --calib"
+  refuses(
+    [
+      (f"{words} model/text.txt --length 32", "windows (--sequences, --length), or"),
+      (f"{words} absent.txt", "absent.txt: expected a file or one of"),
+      (f"{words} wikitext", "write wikitext2 if that was meant"),
+      (
+        f"{words} model/text.txt --length 32 --sequences 2 --windows 900",
+        "windows (--windows, --window-length), or",
+      ),
+    ]
+  )
+
+
+def test_the_embedded_text_holds_the_default_sample():
+  tokenizer = models.load_tokenizer()
+  tokens = subjects.CalibrationSample(sequences=shared.EMBEDDED_SEQUENCES).load(
+    tokenizer
+  )
+  assert tokens.shape == (64, 2048)
+
+
 def test_a_misspelled_command_is_answered_with_the_near_one(refuses):
   refuses(
     [
@@ -187,9 +287,8 @@ def test_the_name_of_a_file_does_not_act_on_the_terminal(place, mxjax, tmp_path)
 
 
 def test_errors_of_the_system_say_what_to_do(place, refused):
-  words = ["export", "run", "--format", "safetensors", "--windows", "0"]
-  line = refused(*words, "--out", "model/text.txt/new")
-  assert line.startswith("mxjax export: model/text.txt: expected to read or write")
+  line = refused("generate", "run", "--prompt", "a", "--compiled", "model/text.txt")
+  assert line.startswith("mxjax generate: model/text.txt: expected to read or write")
   assert line.endswith("check the path, its permissions and the room on the disk.")
   assert "Errno" not in line
 

@@ -2,25 +2,29 @@
 
 import os
 import pathlib
+import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from mxjax import methods
-from mxjax.cli.main import main
+from mxjax.cli import completion
+from mxjax.cli.main import GROUPS, build_parser, main
 
 ROOT = pathlib.Path(__file__).parents[3]
 COMMANDS = (
   "plan quantize verify evaluate compare reproduce generate chat demo export "
-  "import discover"
+  "import discover completion"
 ).split()
 
 
 def test_help_of_every_command_loads_no_array_library():
   program = f"""
 import sys
-from mxjax.cli.main import main
+from mxjax.cli import completion
+from mxjax.cli.main import GROUPS, build_parser, main
 
 heavy = ("jax", "flax", "numpy", "scipy", "rich", "transformers", "safetensors")
 helps = [[name, "--help"] for name in {COMMANDS}]
@@ -85,3 +89,46 @@ def test_help_shows_every_default_once(capsys):
       explained = " ".join(text.split()).split(f" {option} ", 1)[1].split(" --", 1)[0]
       assert explained.count("default: ") == 1, (command, option)
       assert f"; default: {value}" in explained
+
+
+def test_commands_are_grouped_and_each_ends_in_an_example_that_parses(capsys):
+  with pytest.raises(SystemExit):
+    main(["--help"])
+  told = capsys.readouterr().out
+  examples = {name: words for group in GROUPS.values() for name, words in group.items()}
+  assert sorted(examples) == sorted(COMMANDS)
+  places = [told.index(f"\n{group}:\n") for group in GROUPS]
+  assert places == sorted(places)
+  for name, words in examples.items():
+    assert told.count(f"\n  {name:12}") == 1
+    assert " ".join(helped(name, capsys).split()).endswith(f"Example: mxjax {words}")
+    assert build_parser().parse_args(shlex.split(words)).command == name
+
+
+COMPLETED = {
+  "ver": ["verify"],
+  "quantize --sampl": ["--sampling", "--sample"],
+  "quantize --sampling d": ["documents"],
+  "export runs/first --format g": ["gguf"],
+  "discover r": ["run", "resume", "report"],
+  "discover run --arm q": ["quantforge"],
+}
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
+@pytest.mark.parametrize("line", COMPLETED)
+def test_bash_completes(line):
+  words = ["mxjax", *line.split()]
+  listed = " ".join(map(shlex.quote, words))
+  program = completion.script(build_parser(), "bash") + (
+    f"COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; _mxjax\n"
+    'printf "%s\\n" "${COMPREPLY[@]}"'
+  )
+  done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert sorted(done.stdout.split()) == sorted(COMPLETED[line])
+
+
+def test_zsh_gets_the_same_after_what_it_needs():
+  bash, zsh = (completion.script(build_parser(), shell) for shell in ("bash", "zsh"))
+  assert zsh.replace(completion.ZSH, "") == bash != zsh

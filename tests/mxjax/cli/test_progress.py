@@ -21,6 +21,7 @@ from mxjax.cli import output, stopping
 from mxjax.cli.main import main
 from mxjax.evaluation import estimates
 from mxjax.intake.texts import printable
+from mxjax.run import reporting
 from mxjax.run.progress import Progress, Report
 from mxjax.run.record import StageClock
 from mxjax.storage import checkpoint
@@ -30,7 +31,7 @@ from tests.mxjax.cli import square
 
 def test_time_left_is_that_of_the_work_seen():
   now = [100.0]
-  clock = estimates.Clock(lambda: now[0])
+  clock = reporting.Clock(lambda: now[0])
   # A resumed run: half was done by another process, in no time of this one.
   assert clock.update(0.5) == (0.0, None)
   now[0] = 110.0
@@ -93,6 +94,32 @@ def test_events_are_lines_of_json(capsys):
   where = {"method": "gptq", "layer": 1, "layers": 4, "stage": "quantization"}
   clock = {"fraction": 0.25, "seconds": 0.0, "seconds_left": None}
   assert event == {"event": "progress", **where, **clock}
+
+
+def test_without_a_terminal_lines_take_the_place_of_bars(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(reporting, "SILENCE", 0.2)
+  model, out = square.write(tmp_path / "model"), tmp_path / "out"
+  words = square.quantize(model, out, "rtn")
+  place = words.index("--log")
+  assert main([*words[:place], *words[place + 2 :]]) == 0
+  said = capsys.readouterr().err.splitlines()
+  wanted = [f"rtn, layer {layer}/3 (" for layer in (1, 2, 3)]
+  wanted += [
+    "rtn, sanity gate",
+    "rtn, evaluating, window 0/2",
+    "float model, evaluating",
+  ]
+  for head in wanted:
+    assert sum(line.startswith(head) for line in said) == 1, head
+  # Reading the model and compiling take longer than what counts as silence here.
+  assert any(line.startswith("still at ") for line in said)
+
+
+def test_counts_are_lines_without_a_terminal(capsys):
+  with output.task_bars() as update:
+    for done in range(3):
+      update("piqa", done, 2)
+  assert capsys.readouterr().err == "piqa: 0/2\npiqa: 2/2\n"
 
 
 def test_a_bar_says_what_compiles_what_is_evaluated_and_ends_full():

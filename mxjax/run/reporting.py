@@ -1,0 +1,180 @@
+"""Progress in words: a line a layer, and one after every half minute of silence.
+
+`quantize` logs these lines unless its caller follows the progress; the command line
+prints them where no terminal shows bars.
+"""
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from mxjax.run.progress import SANITY, OnProgress, Progress
+
+LOGGER = logging.getLogger("mxjax")
+"""Of everything that mxjax says in Python."""
+SILENCE = 30.0
+"""Seconds after which a `Heartbeat` says what goes on."""
+COMPILING = "/jax/core/compile/backend_compile_duration"
+"""JAX's event of compiling: a scalar when it begins, a duration at its end."""
+_COUNTED = re.compile(r"(.+?) \d+/\d+")
+
+
+def span(seconds: float) -> str:
+  """Writes seconds for people: `45 s`, `3.5 min`, `2.1 h`."""
+  if seconds < 120:
+    return f"{seconds:.0f} s"
+  return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+class Clock:
+  """Estimates the remaining time of work that reports its completed fraction."""
+
+  def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    self._now = now
+    self._start: tuple[float, float] | None = None
+
+  def update(self, fraction: float) -> tuple[float, float | None]:
+    """Returns elapsed seconds, and remaining seconds once they can be estimated."""
+    # It starts at the first report: work of an earlier process took no time here.
+    self._start = self._start or (self._now(), fraction)
+    begun, first = self._start
+    spent = self._now() - begun
+    if fraction <= first:
+      return spent, None
+    return spent, spent * (1 - fraction) / (fraction - first)
+
+
+class Heartbeat:
+  """Says what goes on after every `interval` seconds in which nothing was said.
+
+  A daemon thread speaks inside the `with` block, also while XLA compiles a program,
+  which it names. All methods may be called from any thread.
+  """
+
+  def __init__(
+    self, tell: Callable[[str], None], stage: str, interval: float | None = None
+  ) -> None:
+    """Takes what prints a sentence, and what is done at first; waits for `SILENCE`."""
+    self._tell, self._interval = tell, SILENCE if interval is None else interval
+    self._stage, self._since = stage, time.monotonic()
+    self._spoke = self._since
+    # Programs in the compiler now, by thread: name, and when it began.
+    self._compiling: dict[int, tuple[str, float]] = {}
+    self._ended = threading.Event()
+    self._thread = threading.Thread(target=self._beat, daemon=True)
+
+  def at(self, stage: str) -> None:
+    """Notes which stage has begun."""
+    if stage != self._stage:
+      self._stage, self._since = stage, time.monotonic()
+
+  def spoke(self) -> None:
+    """Notes that something was said, so that it is silent for another interval."""
+    self._spoke = time.monotonic()
+
+  def line(self) -> str:
+    """Returns the sentence for now."""
+    now = time.monotonic()
+    text = f"still at {self._stage}, for {span(now - self._since)}"
+    for name, began in list(self._compiling.values()):
+      text += f"; compiling {name}, for {span(now - began)}"
+    return text
+
+  def _beat(self) -> None:
+    while True:
+      left = self._spoke + self._interval - time.monotonic()
+      if self._ended.wait(max(left, 0.0)):
+        return
+      if time.monotonic() - self._spoke >= self._interval:
+        self.spoke()
+        self._tell(self.line())
+
+  def _begun(self, event: str, value: Any, **facts: Any) -> None:
+    if event == COMPILING:
+      name = facts.get("fun_name", "a program")
+      self._compiling[threading.get_ident()] = (name, time.monotonic())
+
+  def _compiled(self, event: str, value: Any, **facts: Any) -> None:
+    if event == COMPILING:
+      self._compiling.pop(threading.get_ident(), None)
+
+  def __enter__(self) -> Self:
+    jax.monitoring.register_scalar_listener(self._begun)
+    jax.monitoring.register_event_duration_secs_listener(self._compiled)
+    self._thread.start()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    self._ended.set()
+    self._thread.join()
+    jax.monitoring.unregister_scalar_listener(self._begun)
+    jax.monitoring.unregister_event_duration_listener(self._compiled)
+
+
+def lines(
+  method: str, tell: Callable[[str], None], heartbeat: Heartbeat | None = None
+) -> OnProgress:
+  """Returns what tells a line for each layer, and for each stage outside the layers.
+
+  `heartbeat` learns of every stage, so that it can name the one that takes long.
+  """
+  clock, last = Clock(), None
+
+  def update(now: Progress) -> None:
+    nonlocal last
+    counted = _COUNTED.match(now.stage)
+    text, stage, where = now.stage, "", counted[1] if counted else now.stage
+    if not counted and now.stage != SANITY:
+      text, stage = f"layer {now.layer + 1}/{now.layers}", f": {now.stage}"
+      where = now.layer
+    spent, left = clock.update(now.fraction)
+    if heartbeat:
+      heartbeat.at(f"{method}, {text}{stage}")
+    if where == last:
+      return
+    last = where
+    about = f", about {span(left)} left" if left else ""
+    tell(f"{method}, {text} ({now.fraction:.0%} after {span(spent)}{about})")
+
+  return update
+
+
+@contextlib.contextmanager
+def logged(method: str) -> Iterator[OnProgress]:
+  """Yields what logs the progress of a method, at INFO of the logger `mxjax`.
+
+  A program that has configured logging gets the lines where it sends all others, at the
+  level that it has set. Without any handler they go to stderr while the block lasts.
+  """
+  handler = None
+  level = LOGGER.level
+  if not LOGGER.hasHandlers():
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    LOGGER.addHandler(handler)
+    if level == logging.NOTSET:
+      LOGGER.setLevel(logging.INFO)
+  try:
+    with Heartbeat(LOGGER.info, f"{method}, reading the weights") as heartbeat:
+
+      def tell(text: str) -> None:
+        heartbeat.spoke()
+        LOGGER.info(text)
+
+      yield lines(method, tell, heartbeat)
+  finally:
+    if handler:
+      LOGGER.removeHandler(handler)
+      LOGGER.setLevel(level)

@@ -1,0 +1,109 @@
+"""The model card of an export: `README.md` with the front matter that hubs read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LOADING = {
+  "compressed-tensors": """With `transformers` and the library `compressed-tensors`:
+
+```python
+model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
+```
+
+Activations are rounded by the runtime's own rule, or not at all. No serving runtime has
+been tried.""",
+  "dequant": """Any Hugging Face loader reads it as a float model:
+
+```python
+model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
+```""",
+  "mxjax-transformers": """With `transformers` and the code of this folder, slowly:
+
+```python
+model = transformers.AutoModelForCausalLM.from_pretrained(
+  FOLDER, trust_remote_code=True
+)
+```""",
+  "mxjax-safetensors": """With `mxjax`:
+
+```python
+params, state = mxjax.storage.export.read_state(FOLDER)
+```""",
+  "gguf": """With llama.cpp, of a version that has the type MXFP4:
+
+```
+llama-cli -m model.gguf
+```""",
+}
+"""How a folder of each format is loaded."""
+LIBRARIES = {"mxjax-safetensors": "mxjax", "gguf": "gguf"}
+"""The library of a format, where it is not transformers."""
+
+
+def _written(value: Any) -> str:
+  """Writes a value in a cell of a Markdown table."""
+  if isinstance(value, Mapping):
+    value = ", ".join(f"{key} {_written(one)}" for key, one in value.items())
+  elif isinstance(value, list | tuple):
+    value = ", ".join(map(_written, value)) or "none"
+  return " ".join(str(value).replace("|", "\\|").split())
+
+
+def model_card(form: str, manifest: Mapping[str, Any]) -> str:
+  """Returns the card of a folder whose manifest is given, without its files.
+
+  It says what was measured; of a model that was not measured it says so.
+  """
+  facts = manifest["source"]
+  program, calibration = facts.get("program") or {}, facts.get("calibration") or {}
+  method = program.get("name", "unknown")
+  strict = manifest["activations"] == "as in the checkpoint"
+  tags = ["mxfp4", "mxjax", "quantized", *(["w4a4"] if strict else [])]
+  front = [
+    "---",
+    f"library_name: {LIBRARIES.get(form, 'transformers')}",
+    "pipeline_tag: text-generation",
+    f"tags: [{', '.join(tags)}]",
+    "---",
+  ]
+  rows = {
+    "float model": calibration.get("model", "unknown"),
+    "method": method,
+    "options": program.get("options", "none"),
+    "format": form,
+    "weights": "E2M1 codes, one E8M0 scale for 32 values",
+    "activations": manifest["activations"],
+    "calibration": {k: v for k, v in calibration.items() if k != "model"} or "unknown",
+    "contract": facts.get("contract_hash", "unknown"),
+    "checkpoint": facts.get("digest", "unknown"),
+    "left out": manifest.get("dropped", []),
+  }
+  if measured := manifest.get("evaluation"):
+    rows |= {
+      f"perplexity, {name}": f"{value:.4f} on {measured['data']}, "
+      f"{' x '.join(map(str, measured['windows']))} tokens"
+      for name, value in measured["perplexity"].items()
+    }
+  else:
+    rows["perplexity"] = "not measured when it was exported"
+  table = [f"| {key} | {_written(value)} |" for key, value in rows.items()]
+  return "\n".join(
+    [
+      *front,
+      "",
+      f"# {_written(rows['float model'])}, {_written(method)}, MXFP4",
+      "",
+      "Quantized by mxjax. The license is that of the float model.",
+      "",
+      "| what | value |",
+      "|---|---|",
+      *table,
+      "",
+      "## How to load it",
+      "",
+      LOADING[form],
+      "",
+      "`mxjax_export.json` has these facts for programs, and the SHA-256 of each file.",
+      "",
+    ]
+  )
