@@ -110,6 +110,5 @@ def proposer_use(
       f"tokens: {used['input_tokens']:,} in and {used['output_tokens']:,} out"
       f"{of('max_tokens')}; dollars: {used['micro_dollars'] / 1e6:.4f}{of('max_cost')}"
     )
-  replies = [r for e in events if e["event"] == "replies" for r in e["replies"]]
-  asked = Counter(f"{r['model']} at {r['endpoint']}" for r in replies)
+  asked = Counter(m for e in events if e["event"] == "replies" for m in e["models"])
   return lines + [f"  {n} replies of {name}" for name, n in asked.most_common()]

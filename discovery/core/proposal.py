@@ -123,6 +123,8 @@ class Experiment:
     values: The measured observables.
     ran: Its controls and probes, with their values or what went wrong.
     answered: The demands that were checked on it, and why they count as met or not.
+    dropped: Why its question is not in its packet, or nothing.
+    asks: What its verdict asks of later programs, or why it asks nothing.
   """
 
   program: str
@@ -146,6 +148,8 @@ class Experiment:
   values: Mapping[str, float] = dataclasses.field(default_factory=dict)
   ran: tuple[Ran, ...] = ()
   answered: tuple[Answered, ...] = ()
+  dropped: str = ""
+  asks: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +212,11 @@ class Context:
     overspends: Whether a use, like that of `Proposal`, ends the proposer's budget.
     checked: The demand that the next proposal is checked on, or None.
     focus: The open question that this round is about, or None.
-    scopes: Hooks and plan keys that have been seen to move each observable.
+    why: Why this parent is revised now, in words.
+    scopes: Hooks and plan keys whose change alone has moved each observable.
+    joint_scopes: For observables that nothing has moved alone, the sets of parts whose
+      change together has.
+    seconds: How long the parent's call took, where the task tells it, or None.
     lineage: The way from the initial program to the champion.
     budget: What is left of the run.
     review: Says why a proposal would be refused before it costs a call, or nothing.
@@ -231,7 +239,12 @@ class Context:
   overspends: Callable[[Mapping[str, int]], bool] = lambda usage: False
   checked: Demand | None = None
   focus: Residual | None = None
+  why: str = ""
   scopes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  joint_scopes: Mapping[str, tuple[tuple[str, ...], ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  seconds: float | None = None
   lineage: tuple[Step, ...] = ()
   budget: Budget | None = None
   review: "Callable[[Proposal], str]" = lambda proposal: ""
@@ -248,7 +261,7 @@ class Proposal:
     explanations: Competing explanations, the focal one first.
     declared: Hooks or plan keys that were changed, among them those of any response.
     usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
-    replies: Endpoint and model of each reply, if there are several endpoints.
+    models: The model that each reply says it is of, for those of a language model.
     unusable: Why there is no program in it, for an answer that was none.
   """
 
@@ -260,7 +273,7 @@ class Proposal:
   controls: tuple[Control, ...] = ()
   declared: tuple[str, ...] = ()
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
-  replies: tuple[Mapping[str, str], ...] = ()
+  models: tuple[str, ...] = ()
   unusable: str = ""
 
   def __post_init__(self) -> None:
@@ -281,7 +294,7 @@ class Proposal:
         "explanations": tuple(Explanation(**e) for e in values["explanations"]),
         "controls": tuple(Control(**c) for c in values["controls"]),
         "declared": tuple(values["declared"]),
-        "replies": tuple(values.get("replies", ())),
+        "models": tuple(values.get("models", ())),
       }
     )
 

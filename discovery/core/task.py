@@ -233,6 +233,29 @@ class Task(Protocol):
   def price(self, intervention: Mapping[str, Any]) -> int:
     """Returns the calls that a condition is charged, by the tokens that it scores."""
 
+  @property
+  def rivals_told(self) -> Sequence[str]:
+    """Says of each account of `rivals` when it stands there and what it costs."""
+
+  @property
+  def floors(self) -> Mapping[str, tuple[float, ...]]:
+    """Values below which an observable does not go, where that is known.
+
+    There are several where it depends on the rest of the program.
+    """
+
+  @property
+  def references(self) -> Mapping[str, float]:
+    """The target of programs that a proposer knows, by what they are."""
+
+  @property
+  def example(self) -> Mapping[str, Any]:
+    """A whole answer to a first prompt, which the search accepts; or nothing."""
+
+  @property
+  def tells_seconds(self) -> bool:
+    """Whether a proposer is told how long calls took, which no replay repeats."""
+
   def proxy(self) -> "Task | None":
     """Returns the task of a free stand-in for the target, or None."""
 
@@ -245,6 +268,11 @@ class Defaults:
   interventions: Interventions = types.MappingProxyType({})
   regimes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
   phases: Sequence[str] = ("measure",)
+  rivals_told: Sequence[str] = ()
+  floors: Mapping[str, tuple[float, ...]] = types.MappingProxyType({})
+  references: Mapping[str, float] = types.MappingProxyType({})
+  example: Mapping[str, Any] = types.MappingProxyType({})
+  tells_seconds = False
 
   def readable(self, phase: str) -> Sequence[str]:
     """Returns no files."""

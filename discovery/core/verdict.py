@@ -58,6 +58,10 @@ FORBIDDING = frozenset({Response.RETIRE, Response.REJECT})
 """Responses that keep an intervention out of later programs; the others ask for one."""
 
 
+EQUIVALENT = "parent_equivalent"
+"""Reason of a verdict on an edit that leaves its parent as it is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
   """A verdict with its grounds.
@@ -111,7 +115,8 @@ def decide(
   Args:
     is_safe: Every condition ran within the contract, and the rollback restores the
       parent.
-    is_equivalent: The candidate computes what its parent computes.
+    is_equivalent: The candidate computes what its parent computes, or moves no
+      observable beyond its margin.
     gains: The target improved by more than its margin.
     shows_signature: The focal predictions for observables other than the target hold.
     survivors: Which explanations no observation contradicts.
@@ -119,7 +124,7 @@ def decide(
   if not is_safe:
     return Verdict.UNSAFE, "contract_or_rollback"
   if is_equivalent:
-    return Verdict.NO_EFFECT, "parent_equivalent"
+    return Verdict.NO_EFFECT, EQUIVALENT
   if survivors == "several":
     return Verdict.UNRESOLVED, "several_left"
   if survivors == "none":

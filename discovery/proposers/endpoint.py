@@ -368,19 +368,16 @@ class Cassette:
     path: str | os.PathLike[str],
     mode: Literal["record", "replay"],
     client: Client | None = None,
-    scope: str = "",
   ) -> None:
     """Opens a cassette, which is a JSON-lines file.
 
-    `record` asks `client` and appends its replies; `replay` only reads. `scope` tells
-    the replies of several endpoints to one request apart.
+    `record` asks `client` and appends its replies; `replay` only reads.
 
     Raises:
       FileNotFoundError: There is no file to replay.
       ValueError: It is no cassette.
     """
     self._path, self._mode, self._client = pathlib.Path(path), mode, client
-    self._scope = {"scope": scope} if scope else {}
     self._replies: dict[str, Reply] = {}
     if self._path.exists():
       self._read()
@@ -424,7 +421,7 @@ class Cassette:
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """See `Client.complete`."""
-    key = identity.digest({**request, **self._scope})
+    key = identity.digest(dict(request))
     if key in self._replies:
       return self._replies[key]
     if self._mode == "replay" or self._client is None:

@@ -19,7 +19,13 @@ from mxjax.discovery.core.proposal import Context, OutageError, Proposal
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt, reading
-from mxjax.discovery.proposers.endpoint import Client, Reply
+from mxjax.discovery.proposers.endpoint import (
+  PROBE_SECONDS,
+  Cassette,
+  Client,
+  HttpClient,
+  Reply,
+)
 from mxjax.errors import ValueRefusal
 
 UNUSABLE_IN_A_ROW = 5
@@ -159,6 +165,66 @@ def read(text: str) -> Answer:
     ) from None
 
 
+CLIENT = ("base_url", "model", "key_variable", "deadline")
+"""Settings of a run that its client takes as they are."""
+
+
+def client(settings: Mapping[str, Any], *, metered: bool = False) -> HttpClient:
+  """Returns the client of a run's endpoint; for `metered` see `HttpClient`."""
+  given = {k: v for k, v in settings.items() if k in CLIENT and v is not None}
+  return HttpClient(**given, metered=metered)
+
+
+def greet(settings: Mapping[str, Any], *, metered: bool = False) -> str:
+  """Asks the endpoint of a run for one word; returns what it said, a sentence.
+
+  `probe_seconds` of the settings is the time that it has. One that says nothing in it
+  is cold, which is no failure: the first proposal waits for it.
+
+  Raises:
+    OutageError: It is not there, or refuses.
+  """
+  seconds = settings.get("probe_seconds") or PROBE_SECONDS
+  asked = client(settings, metered=metered)
+  if (reply := asked.probe(seconds)) is not None:
+    return f"endpoint: {reply.model!r} answered"
+  return (
+    f"endpoint: {asked.model!r} gave no answer within {seconds:g} s; it may still be "
+    f"loading, and the first proposal waits up to {asked.deadline:g} s for it"
+  )
+
+
+def make(
+  settings: Mapping[str, Any],
+  task: Task,
+  *,
+  store: Store | None = None,
+  metered: bool = False,
+) -> "LlmProposer":
+  """Builds the proposer of `RunOptions.proposer` of kind `llm` or `cassette`.
+
+  `store` keeps replies, so that a resumed run pays for none twice.
+  """
+  path, tokenizer = settings.get("cassette"), settings.get("tokenizer")
+  is_replay = settings["kind"] == "cassette"
+  asked: Any = None if is_replay else client(settings, metered=metered)
+  if path:
+    asked = Cassette(path, "replay" if is_replay else "record", asked)
+  count = prompt.tokenizer_count(tokenizer) if tokenizer else prompt.estimated_tokens
+  for_input, for_output = settings.get("prices") or (0.0, 0.0)
+  return LlmProposer(
+    asked,
+    task,
+    count=count,
+    # Micro-dollars, of which a token costs the dollars of a million tokens.
+    price=lambda reply: round(
+      for_input * reply.input_tokens + for_output * reply.output_tokens
+    ),
+    effort=settings.get("effort"),
+    store=store,
+  )
+
+
 class LlmProposer:
   """Proposals by a language model, with two repair turns."""
 
@@ -170,7 +236,6 @@ class LlmProposer:
     count: prompt.Count = prompt.estimated_tokens,
     price: Callable[[Reply], int] = lambda reply: 0,
     effort: str | None = None,
-    endpoint: str = "",
     store: Store | None = None,
   ) -> None:
     """Sets up the proposer.
@@ -178,7 +243,6 @@ class LlmProposer:
     `client` is an endpoint or a cassette, `count` counts tokens, and `price` returns
     the cost of a reply in micro-dollars. `effort` is the reasoning effort to ask for,
     such as `high` in the paper; None leaves the endpoint's default.
-    `endpoint`, if given, is named in each proposal with the models that answered.
     `store` keeps replies, so that none is paid for twice.
 
     Raises:
@@ -187,7 +251,7 @@ class LlmProposer:
     prompt.check_described(task)
     self._client, self._task, self._count, self._price = client, task, count, price
     self._effort = {"reasoning_effort": effort} if effort else {}
-    self._endpoint, self._store = endpoint, store
+    self._store = store
     self.name = client.name
     self._unusable = 0
 
@@ -202,14 +266,13 @@ class LlmProposer:
     """
     messages = prompt.messages(context, self._task, count=self._count)
     usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
-    replies: list[dict[str, str]] = []
+    models: list[str] = []
     repairs = asks = turn = 0
     proposal, complaint = None, ""
     while True:
       reply = self._reply(context, turn, self._request(messages))
       turn += 1
-      if self._endpoint:
-        replies.append({"endpoint": self._endpoint, "model": reply.model})
+      models.append(reply.model)
       usage["calls"] += 1
       usage["input_tokens"] += reply.input_tokens
       usage["output_tokens"] += reply.output_tokens
@@ -220,7 +283,7 @@ class LlmProposer:
       except (ValueError, RejectedError) as error:
         complaint = str(error)
       else:
-        proposal = dataclasses.replace(read_, replies=tuple(replies))
+        proposal = dataclasses.replace(read_, models=tuple(models))
         if answer.ask and asks < ASKS and not context.overspends(usage):
           asks += 1
           told = context.ask(proposal.source, answer.ask)
@@ -241,7 +304,7 @@ class LlmProposer:
     if proposal is not None:
       # What is still refused is booked by the search, with its own words.
       self._unusable = 0
-      return dataclasses.replace(proposal, usage=usage, replies=tuple(replies))
+      return dataclasses.replace(proposal, usage=usage, models=tuple(models))
     self._unusable += 1
     if self._unusable >= UNUSABLE_IN_A_ROW:
       raise OutageError(
@@ -253,7 +316,7 @@ class LlmProposer:
       source="",
       label="unusable answer",
       usage=usage,
-      replies=tuple(replies),
+      models=tuple(models),
       unusable=complaint[:3000],
     )
 

@@ -9,15 +9,17 @@ relevant of the older entries; failures are not dropped before others.
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from mxjax.discovery.core import interventions, limits
 from mxjax.discovery.core.candidate_source import MAX_BYTES
 from mxjax.discovery.core.interface import Hook
 from mxjax.discovery.core.proposal import Context, Demand, Evidence, Experiment
-from mxjax.discovery.core.residual import Residual, bare
+from mxjax.discovery.core.residual import OTHER_TEXT, Residual, bare
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import Response
 from mxjax.errors import ValueRefusal
@@ -25,6 +27,10 @@ from mxjax.errors import ValueRefusal
 INPUT_TOKENS = 65_536
 MEMORY_TOKENS = 16_384
 LATEST, FAILURES, MECHANISMS = 20, 16, 16
+SERIES = 8
+"""Numbered observables, such as layers, up to which each is told by its name."""
+ROWS = 8
+"""Rows of a table of parts up to which each cell has its column's name."""
 
 Count = Callable[[str], int]
 
@@ -77,18 +83,56 @@ def _numbers(values: Mapping[str, float], names: Iterable[str]) -> str:
   return ", ".join(f"{k} {values[k]:.4g}" for k in sorted({*names} & {*values}))
 
 
+def _series(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+  """Parts what is numbered, such as `layer_0` to `layer_29`, from the rest.
+
+  Returns the rest, and the names of each long series in the order of their numbers.
+  """
+  found: dict[str, list[tuple[int, str]]] = {}
+  for name in values:
+    if match := re.fullmatch(r"(.*_)(\d+)", name):
+      found.setdefault(match[1], []).append((int(match[2]), name))
+  long = {k: [n for _, n in sorted(v)] for k, v in found.items() if len(v) > SERIES}
+  members = {name for names in long.values() for name in names}
+  return {k: v for k, v in values.items() if k not in members}, long
+
+
+def _changes(values: Mapping[str, float], changes: Mapping[str, float]) -> list[str]:
+  """Renders values with their changes; of a long series, the ends of its changes."""
+  rest, long = _series(changes)
+  shown = [
+    f"{k} {values[k]:.4g} ({v:+.3g})" if k in values else f"{k} {v:+.4g}"
+    for k, v in sorted(rest.items())
+  ]
+  for names in long.values():
+    of = lambda name: changes[name]
+    low, high = min(names, key=of), max(names, key=of)
+    shown.append(
+      f"{names[0]} to {names[-1]} from {changes[low]:+.3g} ({low}) to "
+      f"{changes[high]:+.3g} ({high})"
+    )
+  return shown
+
+
+def _measured(values: Mapping[str, float]) -> str:
+  """Renders the values of a program; a long series as one row of numbers."""
+  rest, long = _series(values)
+  shown = [f"{k} {v:.6g}" for k, v in sorted(rest.items())]
+  for names in long.values():
+    row = " ".join(f"{values[name]:.3g}" for name in names)
+    shown.append(f"{names[0]} to {names[-1]}: {row}")
+  return ", ".join(shown)
+
+
 def entry_text(experiment: Experiment) -> str:
   """Renders an experiment for memory, with whatever its arm may see of it.
 
-  A packet shows what each account predicted, the values that its conditions gave, what
-  became of every control, what the observations excluded by which condition, what is
-  left, and why an answer to a demand counted or did not.
+  A packet shows what each account predicted, what became of every control with all
+  that has a margin there, what the observations excluded by which condition, what is
+  left and asked of later programs, and why an answer to a demand counted or did not.
   """
   e = experiment
-  moved = [
-    f"{k} {e.values[k]:.4g} ({v:+.3g})" if k in e.values else f"{k} {v:+.4g}"
-    for k, v in sorted(e.changes.items())
-  ]
+  moved = _changes(e.values, e.changes)
   parts = [
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
     f"status {e.status}; {'gain' if e.gain else 'no gain'}",
@@ -96,6 +140,7 @@ def entry_text(experiment: Experiment) -> str:
     "" if e.score is None else f"score {e.score:.6g}",
     ", ".join(moved),
     e.feedback,
+    e.dropped,
     e.note,
   ]
   lines = ["; ".join(part for part in parts if part)]
@@ -107,15 +152,16 @@ def entry_text(experiment: Experiment) -> str:
   seen = {
     c: {o: s for o, s in row.items() if o in asked} for c, row in e.observed.items()
   }
+  measured = {*map(bare, asked), *(bare(o) for row in e.observed.values() for o in row)}
   for ran in e.ran:
-    told = _numbers(ran.values, map(bare, asked)) or ran.detail
+    told = _numbers(ran.values, measured) or ran.detail
     lines.append(f"  {ran.condition}: {ran.status}{'; ' if told else ''}{told}")
   if e.verdict:
     gone = [f"{name} by {condition}" for name, condition in e.excluded.items()]
     lines.append(f"  observed {_table(seen)}")
     lines.append(
       f"  verdict {e.verdict} ({e.reason}); excluded {', '.join(gone) or 'none'}; left "
-      f"{', '.join(e.survivors) or 'none'}"
+      f"{', '.join(e.survivors) or 'none'}" + (f"; asks {e.asks}" if e.asks else "")
     )
   for made in e.answered:
     counted = {True: "implemented", False: "not implemented", None: "not decided"}
@@ -179,17 +225,18 @@ ANSWER = """\
 Answer with one JSON object. Text around it is passed over.
 - "label": a short name of the edit; "note": why it should help.
 - "code": the functions that you change or add, whole; they are merged by name into the
-  program below. Instead of "code" you may put them into one ```python fence after the
-  object, unescaped. "plan": the values of PLAN that you change, such as {plan}.
-  Or, instead of both, "source": the whole module.
+  program below: a function of a name that is there takes its place, any other is added,
+  and the rest of the program stays. Instead of "code" you may put them into one
+  ```python fence after the object, unescaped. "plan": the values of PLAN that you
+  change, such as {plan}. Or, instead of both, "source": the whole module.
 - "declared": the hooks and PLAN keys that you change; left out, those that differ."""
 ASKING = """
 - "ask": "all" or the name of a part, such as a linear: nothing runs, and the free
   proxy's errors of your program there come back, beside those of the parent; then you
   answer again. At most twice a proposal."""
 QUESTION = """
-- "residual": the observable that the edit is about, or null for a candidate without a
-  question.
+- "residual": the observable that the edit is about, one of those that are listed below
+  as open to a question, or null for a candidate without a question.
 - "explanations": two accounts or more of why it should help, yours first; each has
   "name", "statement" and "predictions", as in
   {{"primary": {{"{target}": "down"}}, "c": {{"{target}": "lost"}}}}: condition,
@@ -198,6 +245,9 @@ QUESTION = """
 - "controls": each with "name", "intervention" and "statement". Exact forms of an
   intervention, with an example each (the evaluator adds the parent and sets the cost):
 {interventions}
+  The `code` of a control of kind `program` is merged by name into YOUR program, not
+  into the parent: its functions take the place of yours, and your helpers stay.
+  Every control that runs shows all observables with a margin, the target too{except_}.
 Rules of a question:
 1. Symbols: down, same, up compare a condition with the PARENT, named below with its
    values; a change within the margin is `same`. kept, lost, reversed say what a control
@@ -210,18 +260,26 @@ Rules of a question:
    or under `primary`.
 3. Only observables with a margin can be predicted, and one failed prediction removes
    its account: predict what the account needs and no more.
-4. The cheapest controls that tell all accounts apart are run, one call each unless said
-   otherwise, and only if the primary run leaves something to tell. Accounts of ours
-   stand beside yours where they apply ({rivals}), with a control of their own: a
-   verdict `supported` needs a gain of the target that none of them explains.
+4. The cheapest controls that tell all accounts apart are run, at the calls said beside
+   each, and only if the primary run leaves something to tell. Accounts of ours stand
+   beside yours where they apply, with a control of their own, so that a verdict
+   `supported` needs a gain of the target that none of them explains: {rivals}.
+   So a question is reserved 1 call for the candidate, those of its own controls and
+   those of ours, and what turns out not to be needed is given back. If more is reserved
+   than is left, the candidate runs without its question, and you are told so.
 5. The verdict asks something of the next programs: supported - extend it; target_only
    (a gain for another reason) - change the account; mediator_only (the observable, not
-   the target) - carry it to the target; no_effect - leave it out; unresolved - a
-   control that tells the rest apart; unsafe - do not repeat it.
+   the target) - carry it to the target; no_effect (also where nothing moves beyond its
+   margin) - leave it out; unresolved - a control that tells the rest apart; unsafe - do
+   not repeat it. An observable that is at its floor is not to be extended.
 6. A response counts if it moves the observable that the demand is about by more than
-   its margin; an edit that moves nothing meets nothing."""
-RIVALS = "another part of the edit, any edit of this kind, luck of the score's text"
-"""Accounts of ours, as the rules of a question name them."""
+   its margin; an edit that moves nothing meets nothing. Nothing has to reach the
+   threshold of a residual: below it the question is closed, and that is all."""
+ANOTHER_PART = (
+  "`another part of the edit` (1 call), where the edit changes hooks that your "
+  "controls do not name"
+)
+"""The account of ours that every task has, as the rules of a question name it."""
 
 
 def check_described(task: Task) -> None:
@@ -268,8 +326,10 @@ def _hook_text(hook: Hook) -> str:
 
 def _limits() -> str:
   return (
-    f"Limits: {MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} operations (a "
-    f"loop's body once), {limits.CONSTANT_BYTES} bytes of constants, "
+    f"Limits: {MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} operations of "
+    f"the compiled program of one unit (a loop's body counts once, and so does what is "
+    f"under jax.vmap, however many it maps over; a Python loop counts every turn), "
+    f"{limits.CONSTANT_BYTES} bytes of constants, "
     f"{limits.VALUE_BYTES >> 20} MiB of intermediate values and {limits.FLOPS:.2g} "
     f"floating-point operations a unit; {limits.TRACE_SECONDS:g} s to trace and "
     f"{limits.CALL_SECONDS:g} s for a call with its compilation, after which it counts "
@@ -289,8 +349,13 @@ def _system(task: Task, evidence: Evidence) -> str:
   margin = lambda name: (
     f"margin {task.margins[name]:.3g}" if name in task.margins else "no margin"
   )
+  floor = lambda name: (
+    "; its floor is " + " or ".join(f"{f:g}" for f in task.floors[name])
+    if name in task.floors
+    else ""
+  )
   names = dict.fromkeys((*task.margins, *task.observables))
-  observables = [f"- {n} ({margin(n)}): {_meaning(n, task)}" for n in names]
+  observables = [f"- {n} ({margin(n)}): {_meaning(n, task)}{floor(n)}" for n in names]
   key, values = next(iter(interface.plan.items()))
   form = ANSWER.format(plan=json.dumps({key: values[-1]}))
   if task.proxy() is not None:
@@ -299,8 +364,16 @@ def _system(task: Task, evidence: Evidence) -> str:
     known = interventions.of_task(interface, task.interventions)
     form += QUESTION.format(
       target=task.target,
-      interventions="\n".join(f"  {each.text}" for each in known.values()),
-      rivals=RIVALS,
+      interventions="\n".join(
+        f"  {each.text}; {_cost(task, each.example)}" for each in known.values()
+      ),
+      rivals="; ".join((ANOTHER_PART, *task.rivals_told)),
+      except_=", but for other_text" if OTHER_TEXT in known else "",
+    )
+  if evidence == "verdict" and task.example:
+    form += (
+      "\nA complete answer to a first prompt, for its form and not for its idea:\n"
+      + json.dumps(task.example, indent=1)
     )
   parts = [
     INTRODUCTION,
@@ -320,13 +393,35 @@ def _system(task: Task, evidence: Evidence) -> str:
   return "\n\n".join(parts)
 
 
+def _cost(task: Task, intervention: Mapping[str, Any]) -> str:
+  """Says what a control is charged; one on another text is run on the parent too."""
+  calls = task.price(intervention)
+  if intervention["kind"] == OTHER_TEXT:
+    return f"{2 * calls} calls, the parent's run included, which is paid once"
+  return f"{calls} call{'' if calls == 1 else 's'}"
+
+
 def _grid(parts: Mapping[str, float]) -> str:
-  """Renders numbers of parts named `row/.../column` as a table, a row a line."""
-  rows: dict[str, list[str]] = {}
+  """Renders numbers of parts named `row/.../column` as a table, a row a line.
+
+  A table of more than `ROWS` rows names its columns once, and has units of its own.
+  """
+  rows: dict[str, dict[str, float]] = {}
   for path, value in parts.items():
     row, _, column = path.partition("/")
-    rows.setdefault(row, []).append(f"{column.rpartition('/')[2]} {value:.3g}")
-  return "\n".join(f"  {row}: {', '.join(cells)}" for row, cells in rows.items())
+    rows.setdefault(row, {})[column.rpartition("/")[2]] = value
+  if len(rows) <= ROWS:
+    cells = lambda row: ", ".join(f"{name} {value:.3g}" for name, value in row.items())
+    return "\n".join(f"  {name}: {cells(row)}" for name, row in rows.items())
+  number = lambda row: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", row)]
+  columns = [*dict.fromkeys(column for row in rows.values() for column in row)]
+  most = max(abs(value) for row in rows.values() for value in row.values())
+  unit = 10.0 ** (math.floor(math.log10(most)) - 1) if most else 1.0
+  cells = lambda row: " ".join(
+    f"{row[column] / unit:.3g}" if column in row else "-" for column in columns
+  )
+  lines = [f"  {name}: {cells(rows[name])}" for name in sorted(rows, key=number)]
+  return "\n".join([f"  in units of {unit:g}: {' '.join(columns)}", *lines])
 
 
 def _budget_text(context: Context) -> str:
@@ -340,18 +435,25 @@ def _budget_text(context: Context) -> str:
   return f"{told}."
 
 
-def _question(context: Context) -> list[str]:
+def _question(context: Context, references: Mapping[str, float]) -> list[str]:
   """Returns code, objective and diagnostics, as far as the arm's evidence allows."""
   parent, target = context.parent, context.target
   values = dict(parent.values)
   if context.evidence in ("none", "score"):
     values = {target: values[target]}
-  measured = ", ".join(f"{k} {v:.6g}" for k, v in sorted(values.items()))
+  because = f" It is revised now because {context.why}." if context.why else ""
+  took = ""
+  if context.seconds is not None:
+    took = f" Its call took {context.seconds:.3g} s, with compilation."
   parts = [
     f"Target to lower: {target}. {_budget_text(context)}".strip(),
     f"The parent, which you revise and which predictions are relative to, is "
-    f"{parent.id[:8]}. Measured on it: {measured}",
+    f"{parent.id[:8]}.{because}{took} Measured on it: {_measured(values)}",
   ]
+  if references:
+    known = ", ".join(f"{value:.6g} for {name}" for name, value in references.items())
+    now = f"{target} is {values[target]:.6g} now"
+    parts.append(f"For comparison, {now}; it is {known}.")
   if len(values) > 1:
     parts += [
       f"Its {name} part by part:\n{_grid(each)}" for name, each in parent.parts.items()
@@ -383,6 +485,9 @@ def _demand_text(demand: Demand, context: Context) -> str:
 
 def _residual_text(residual: Residual, context: Context) -> str:
   moved = ", ".join(context.scopes.get(residual.observable, ())) or "nothing yet"
+  if sets := context.joint_scopes.get(residual.observable):
+    moved = "edits of several parts, of which nobody knows which did it: "
+    moved += "; ".join(" + ".join(each) for each in sets)
   return (
     f"{residual.observable} = {residual.value:.4g} (open above "
     f"{residual.threshold:.4g}; seen to be moved by {moved})"
@@ -438,6 +543,13 @@ def memory(
       texts.append(f"This round is about {_residual_text(context.focus, context)}.")
     questions = [f"- {_residual_text(r, context)}" for r in context.residuals]
     texts.append("\n".join(["Open residuals:", *(questions or ["none"])]))
+    due = [d.residual.observable for d in context.demands if not d.forbids]
+    known = dict.fromkeys((*due, *(r.observable for r in context.residuals)))
+    texts.append(
+      f'Open to a question now, as "residual": {", ".join(known)}, or null.'
+      if known
+      else 'Nothing is open to a question now: leave "residual" null.'
+    )
     add(texts, "demands and residuals", left)
   stagnation = f"Experiments since the best program improved: {context.stagnation}"
   add([stagnation, *_lineage_text(context)], "programs", left)
@@ -461,7 +573,8 @@ def messages(
     ValueError: The program and the instructions alone exceed the input budget.
   """
   system = _system(task, context.evidence)
-  parts = "\n\n".join(_question(context))
+  shown = task.references if context.evidence not in ("none", "score") else {}
+  parts = "\n\n".join(_question(context, shown))
   fixed = count(system) + count(parts + "\n\n") + reserve
   least = count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 3
   if fixed + least > INPUT_TOKENS:

@@ -177,6 +177,11 @@ class CachedEvaluator:
       self._executor.run(list(missing.values()), on_done)
     return [Outcome.from_dict(stored[c.exec_id]["outcome"]) for c in conditions]
 
+  def seconds(self, exec_id: str) -> float | None:
+    """Returns how long an execution took, or None if it did not run in this folder."""
+    entry = self._store.get("outcomes", exec_id)
+    return None if entry is None else entry["seconds"]
+
   def measure(self, *calls: Call) -> list[Outcome]:
     """Returns the outcomes of calls that are not charged to any budget."""
     return self.run([self.condition(PRIMARY, "candidate", call) for call in calls])

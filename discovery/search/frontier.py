@@ -61,20 +61,43 @@ class ExecutableFrontier:
     seed: int,
     address: tuple[int, int],
     holders: Iterable[str] = (),
-  ) -> list[Record]:
-    """Returns candidates for revision, in the order in which to try them.
+    *,
+    revised: str = "",
+    margin: float = 0.0,
+  ) -> list[tuple[Record, str]]:
+    """Returns candidates for revision with the reason, in the order to try them.
 
     Retained programs that owe a response come first, the best of them at the front;
     then the champion, or in a quarter of the rounds another of the better half of the
-    retained programs; then the others, and all executed ones, best first.
+    retained programs; then the others, and all executed ones, best first. The program
+    `revised` last stays while the champion is not better by more than `margin`, and no
+    round turns to another that equals the champion by that margin.
     """
     owing = [record for record in self.records if record.id in {*holders}]
-    first = self.best
+    level = self.best.values[self._target] + margin
+    equals = [r for r in self.records if margin and r.values[self._target] <= level]
+    first, why = self.best, "it is the best program"
+    if stays := [r for r in equals if r.id == revised and r is not self.best]:
+      (first,) = stays
+      why = "it was revised last, and no program is better by more than the margin"
     if identity.draw(seed, *address, "champion") >= CHAMPION_SHARE:
       better = self.records[: max(1, (len(self.records) + 1) // 2)]
-      first = identity.pick(better, seed, *address, "parent")
-    ordered = [*owing, first, *self.records, *self._ranked(executed)]
-    return list({record.id: record for record in ordered}.values())
+      better = [r for r in better if r is self.best or r not in equals]
+      drawn = identity.pick(better, seed, *address, "parent")
+      if drawn is not self.best:
+        first = drawn
+        why = "a round in four revises another of the better half, so that the search "
+        why += "does not follow one program alone"
+    others = "nothing was left to propose for the programs before it"
+    ordered = [
+      *((record, "it owes the response that is checked below") for record in owing),
+      (first, why),
+      *((record, others) for record in (*self.records, *self._ranked(executed))),
+    ]
+    found: dict[str, tuple[Record, str]] = {}
+    for record, reason in ordered:
+      found.setdefault(record.id, (record, reason))
+    return list(found.values())
 
   def _ranked(self, records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=self.rank)

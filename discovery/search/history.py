@@ -75,8 +75,9 @@ class History:
     finding: verdict.Finding | None,
     checks: Mapping[str, Check],
     observed: Mapping[str, Mapping[str, Symbol]],
+    asks: str = "",
   ) -> None:
-    """Adds an executed packet to the experiments."""
+    """Adds an executed packet to the experiments; `asks` is what its verdict asks."""
     outcome, changes = attempt.outcome, attempt.changes
     accounts = attempt.packet.explanations
     accounts = self._accounts.setdefault(repr(accounts), accounts)
@@ -102,6 +103,8 @@ class History:
         transfers=attempt.transfers,
         values=outcome.values,
         ran=_ran(attempt),
+        dropped=attempt.dropped,
+        asks=asks,
         answered=tuple(
           Answered(
             demand.response,

@@ -55,12 +55,14 @@ class Selection:
     address: Round and position within it; draws depend on the seed and this address.
     residuals: The parent's open questions, the one to address first.
     demands: What revisions of the parent must carry, oldest first.
+    why: Why the parent is this one, in words.
   """
 
   address: tuple[int, int]
   parent: Record
   residuals: tuple[Residual, ...]
   demands: tuple[Demand, ...]
+  why: str = ""
 
   @property
   def due(self) -> Demand | None:
@@ -76,9 +78,13 @@ class Selection:
 
   def residual(self, proposal: Proposal) -> Residual | None:
     """Returns the residual that a proposal addresses; an owed one takes precedence."""
-    owed = [d.residual for d in self.demands if not d.forbids]
-    named = (r for r in (*owed, *self.residuals) if r.observable == proposal.residual)
+    named = (r for r in self.questions if r.observable == proposal.residual)
     return next(named, None)
+
+  @property
+  def questions(self) -> tuple[Residual, ...]:
+    """The residuals that a proposal may ask about: those owed, then the open ones."""
+    return (*(d.residual for d in self.demands if not d.forbids), *self.residuals)
 
   def checked(self, proposal: Proposal) -> tuple[Demand, ...]:
     """Returns the demands that a proposal must meet, the owed response first.
@@ -98,7 +104,8 @@ class Attempt:
 
   `demands` are checked on it. `outcomes` are by condition; `skipped` names registered
   controls that will not run. `transfers` is that of `Experiment`. `sources` holds the
-  programs that conditions amount to, as far as they are known.
+  programs that conditions amount to, as far as they are known. `dropped` says why the
+  question of the proposal is not in the packet, or nothing.
   """
 
   proposal: Proposal
@@ -110,6 +117,7 @@ class Attempt:
   skipped: frozenset[str] = frozenset()
   transfers: bool | None = None
   sources: dict[str, str] = dataclasses.field(default_factory=dict)
+  dropped: str = ""
 
   @property
   def is_safe(self) -> bool:
@@ -241,7 +249,7 @@ def freeze(
     question = _question(selection, proposal, prepared, policy, config.seed, evaluator)
     asks, accounts, sources = question
   probes = _probes(selection, proposal, prepared, demands, config, evaluator, ledger)
-  attempt = None
+  attempt, whole = None, 0
   for has_question, has_demands in FALLBACKS:
     packet = dataclasses.replace(
       first,
@@ -265,10 +273,19 @@ def freeze(
       packet = dataclasses.replace(packet, response_to=answered, checker=config.checker)
     checked = demands if packet.response_to else ()
     attempt = Attempt(proposal, prepared, selection.parent, checked, packet)
-    if ledger.fits(ledger.price(packet.conditions)):
+    charges = ledger.price(packet.conditions)
+    whole = whole or charges.total()
+    if ledger.fits(charges):
       break
   assert attempt is not None
   attempt.sources = sources
+  if residual is not None and attempt.packet.residual is None:
+    left, of_controls = max(ledger.left, 0), ledger.left_for("control")
+    attempt.dropped = (
+      f"its question was dropped: with our controls it needs up to {whole} calls, and "
+      f"{left} are left"
+      + (f", {max(of_controls, 0)} of them for controls" if of_controls < left else "")
+    )
   return attempt
 
 

@@ -28,6 +28,8 @@ from mxjax.discovery.search.frontier import ResidualFrontier
 from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt
 
+NULL = "within_margins"
+"""Reason of a verdict on an edit that executes differently and moves nothing."""
 MAX_ATTEMPTS = 2
 """Number of failed checks of a response after which the log says it is abandoned.
 
@@ -129,25 +131,33 @@ def _fates(
 
 
 def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:
-  """Tests for the same execution, or for observables and outputs that did not move."""
+  """Tests for the same execution, or for an edit that moves nothing by its margin."""
   if attempt.packet.conditions[0].exec_id == attempt.parent.exec_id:
     return True
-  is_still = all(s == "same" for s in seen.values())
-  outputs = dict(attempt.outcome.outputs)
-  return bool(seen) and is_still and outputs == dict(attempt.parent.outputs)
+  return bool(seen) and all(s == "same" for s in seen.values())
 
 
 def resolve(
   task: Task, attempt: Attempt, seen: dict[str, dict[str, Symbol]]
 ) -> Finding:
-  """Compares the observations with the registered predictions."""
-  return verdict.resolve(
+  """Compares the observations with the registered predictions.
+
+  An edit that moves no observable beyond its margin has no effect, whatever accounts
+  had predicted: there is nothing that a control could tell apart.
+  """
+  finding = verdict.resolve(
     attempt.packet.explanations,
     seen,
     task.target,
     is_safe=attempt.is_safe,
     is_equivalent=_is_equivalent(attempt, seen.get(PRIMARY, {})),
   )
+  is_same = attempt.packet.conditions[0].exec_id == attempt.parent.exec_id or (
+    dict(attempt.outcome.outputs) == dict(attempt.parent.outputs)
+  )
+  if finding.reason == verdict.EQUIVALENT and not is_same:
+    return dataclasses.replace(finding, reason=NULL)
+  return finding
 
 
 def check(
@@ -166,6 +176,9 @@ def check(
     if finding.verdict != Verdict.UNRESOLVED and finding.explicit == "control":
       return Check(checker, True, f"a control resolved the question: {finding.reason}")
   if lacks := checkers.missing(demand, packet, attempt.outcomes, evaluator.task.target):
+    if attempt.dropped:
+      # What it registered was not run, so it cannot be said to lack anything.
+      return Check(checker, None, attempt.dropped)
     if broken := checkers.failed(packet, attempt.outcomes):
       told = f"{lacks}; {', '.join(broken)} could not be run, which is no evidence"
       return Check(checker, None, told)
@@ -359,6 +372,14 @@ def demand(
   holders = holders_of(
     finding.response, packet.program, packet.parent, is_retained=is_retained
   )
+  if finding.response == Response.EXTEND and (
+    detail := at_floor(task, packet.residual.observable, attempt.outcome.values)
+  ):
+    # Nobody could meet it: the question is answered as far as it can be.
+    for holder in holders:
+      _tell(history, required, holder, "at_floor", detail)
+    move(residuals, history, packet.residual, "closed", packet.hash)
+    return
   if finding.verdict != Verdict.UNRESOLVED:
     _decided(residuals, history, required, (packet.parent, packet.program))
   for holder in holders:
@@ -372,6 +393,15 @@ def demand(
     residuals.settle(holder, known)
     _tell(history, known, holder, "superseded")
     _owe(residuals, history, again, [holder], "owed")
+
+
+def at_floor(task: Task, observable: str, values: Mapping[str, float]) -> str:
+  """Returns why an observable cannot go down any further, or an empty string."""
+  margin, value = task.margins.get(observable, 0.0), values.get(observable)
+  for floor in task.floors.get(observable, ()):
+    if value is not None and abs(value - floor) <= margin:
+      return f"{observable} is {value:.4g}, and its floor is {floor:.4g}"
+  return ""
 
 
 def _about(response: Response, observable: str, target: str) -> tuple[str, ...]:
@@ -412,7 +442,9 @@ def holders_of(
   return (program,) if is_retained and not asks_again else (parent,)
 
 
-def _tell(history: History, demand: Demand, holder: str, status: str) -> None:
+def _tell(
+  history: History, demand: Demand, holder: str, status: str, detail: str = ""
+) -> None:
   history.emit(
     "demand",
     packet=demand.packet,
@@ -420,6 +452,7 @@ def _tell(history: History, demand: Demand, holder: str, status: str) -> None:
     response=demand.response,
     computation=list(demand.computation),
     status=status,
+    **({"detail": detail} if detail else {}),
   )
 
 

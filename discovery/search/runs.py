@@ -19,8 +19,9 @@ from mxjax.discovery.core.proposal import (
   Record,
 )
 from mxjax.discovery.core.store import Store, begun_events
-from mxjax.discovery.proposers import weighted
+from mxjax.discovery.proposers import llm
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.proposers.endpoint import HttpClient
 from mxjax.discovery.proposers.human import HumanProposer
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
@@ -66,15 +67,25 @@ class Trusted:
   Attributes:
     task: The specification of a task with code of its own, or None: built-in ones only.
     sandbox: The level at which the folder's programs run.
+    endpoint: The address that may have a key, or None: no address of the folder's.
+    key_variable: The environment variable whose value it may have.
   """
 
   task: Mapping[str, Any] | None = None
   sandbox: str = "strict"
+  endpoint: str | None = None
+  key_variable: str = HttpClient.key_variable
 
   @classmethod
   def own(cls, options: RunOptions) -> "Trusted":
     """Returns what a caller trusts who wrote the options itself."""
-    return cls(task=dict(options.task), sandbox=options.sandbox)
+    settings = options.proposer
+    return cls(
+      task=dict(options.task),
+      sandbox=options.sandbox,
+      endpoint=settings.get("base_url"),
+      key_variable=settings.get("key_variable") or HttpClient.key_variable,
+    )
 
   def check(self, options: RunOptions) -> None:
     """Refuses a folder that asks for more.
@@ -89,6 +100,35 @@ class Trusted:
         expected=f"a run at sandbox level {self.sandbox}",
         got=f"one at {options.sandbox!r:.40}",
         mend="name its level by --sandbox, if you trust its programs to run so",
+      )
+
+  def check_endpoint(self, options: RunOptions, folder: pathlib.Path) -> None:
+    """Refuses to send a key of the caller's to an address that a folder names.
+
+    Without a key nothing is lost but the prompts, which the folder holds already.
+
+    Raises:
+      ValueError: The address, or the variable with the key, is not the caller's.
+    """
+    if options.proposer["kind"] != "llm":
+      return
+    url = options.proposer.get("base_url")
+    variable = options.proposer.get("key_variable") or HttpClient.key_variable
+    if not os.environ.get(variable):
+      return
+    if url != self.endpoint:
+      raise ValueRefusal(
+        "discover: the endpoint",
+        expected=f"an address that you name, because the key in {variable} goes there",
+        got=f"{url!r:.200}, which only {folder / 'run.json'} names",
+        mend=f"if you trust it, name it yourself by --endpoint, or unset {variable}",
+      )
+    if variable != self.key_variable:
+      raise ValueRefusal(
+        "discover: the endpoint's key",
+        expected=f"the variable {self.key_variable}, or one that you name",
+        got=f"{variable!r:.80}, which only {folder / 'run.json'} names",
+        mend="if that is the key of this endpoint, name it yourself by --key-variable",
       )
 
 
@@ -160,7 +200,7 @@ def make_proposer(
     return HumanProposer(settings["folder"], task, seconds=seconds)
   if kind in ("llm", "cassette"):
     metered = options.search.is_metered
-    return weighted.make(options.proposer, task, store=store, metered=metered)
+    return llm.make(options.proposer, task, store=store, metered=metered)
   raise ValueRefusal(
     "discover: --proposer",
     expected="embedded, llm, cassette or human",
@@ -229,6 +269,8 @@ def run(
   options = read_options(folder)
   allowed = trusted or Trusted()
   allowed.check(options)
+  if not closing:
+    allowed.check_endpoint(options, folder)
   task = task_.load(options.task)
   store = Store(folder)
   scorer = start_holdout(folder, allowed) if options.holdout == "during" else None

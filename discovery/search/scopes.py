@@ -65,11 +65,33 @@ class Scopes:
         known[:] = [each for each in known if not parts <= each] + [parts]
 
   def of(self, observable: str) -> tuple[str, ...]:
-    """Returns what has been seen to move an observable, in the interface's order."""
-    parts = {part for each in self._sets.get(observable, ()) for part in each}
-    names = dict.fromkeys((*self._interface.names, *self._interface.plan))
-    return tuple(name for name in names if name in parts)
+    """Returns what alone has moved an observable, in the interface's order.
+
+    A hook and the plan key that switches it on are one. Of an edit of several parts
+    nobody knows which of them it was, so it credits none.
+    """
+    alone = filter(self._is_alone, self._sets.get(observable, ()))
+    return self._ordered(part for each in alone for part in each)
 
   def known(self) -> dict[str, tuple[str, ...]]:
-    """Returns the scope of every observable that something has moved."""
-    return {name: self.of(name) for name in sorted(self._sets)}
+    """Returns the scope of every observable that something has moved alone."""
+    return {name: parts for name in sorted(self._sets) if (parts := self.of(name))}
+
+  def joint(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Returns the sets that moved an observable which nothing has moved alone."""
+    return {
+      name: tuple(sorted(map(self._ordered, self._sets[name])))
+      for name in sorted(self._sets)
+      if not self.of(name)
+    }
+
+  def _is_alone(self, parts: frozenset[str]) -> bool:
+    hooks = [name for name in self._interface.names if name in parts]
+    return len(hooks) <= 1 and (
+      len(parts) == 1 or {*with_keys(self._interface, hooks, parts)} == parts
+    )
+
+  def _ordered(self, parts: Iterable[str]) -> tuple[str, ...]:
+    given = {*parts}
+    names = dict.fromkeys((*self._interface.names, *self._interface.plan))
+    return tuple(name for name in names if name in given)

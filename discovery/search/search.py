@@ -68,6 +68,7 @@ class Search:
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
     self._registered: set[str] = set()
+    self._revised = ""
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
@@ -192,33 +193,50 @@ class Search:
     Raises:
       ProposerError: There is no such parent.
     """
-    for parent in self._parents(address):
-      selection = self.select(address, parent)
+    for parent, why in self._parents(address):
+      selection = self.select(address, parent, why)
       try:
-        return selection, self._ask(selection)
+        proposal = self._ask(selection)
+        self._revised = parent.id
+        return selection, proposal
       except ExhaustedError as error:
         if parent.id not in self._exhausted:
           self._exhausted.add(parent.id)
           self.history.emit("exhausted", program=parent.id, detail=str(error))
     raise ProposerError("nothing is left to propose from any executed program")
 
-  def _parents(self, address: tuple[int, int]) -> list[Record]:
+  def _parents(self, address: tuple[int, int]) -> list[tuple[Record, str]]:
+    """Returns programs to revise, each with the reason why it is its turn."""
     executed = [record for record in self._records.values() if record.is_accepted]
     if self._config.parents == "initial":
-      return executed[:1]
-    holders = self.residuals.holders if self._asks else ()
-    ordered = self.programs.parents(executed, self._config.seed, address, holders)
-    return ordered if self._config.revise_retired else self.residuals.unretired(ordered)
+      return [(executed[0], "every proposal revises the initial program")]
+    ordered = self.programs.parents(
+      executed,
+      self._config.seed,
+      address,
+      self.residuals.holders if self._asks else (),
+      revised=self._revised,
+      margin=self._task.margins.get(self._task.target, 0.0),
+    )
+    if self._config.revise_retired:
+      return ordered
+    kept = {r.id for r in self.residuals.unretired(record for record, _ in ordered)}
+    return [(record, why) for record, why in ordered if record.id in kept]
 
   @property
   def _asks(self) -> bool:
     """Whether demands are told and checked, so that owed ones choose the parent."""
     return self._config.evidence == "verdict" and self._config.checker != "none"
 
-  def select(self, address: tuple[int, int], parent: Record) -> Selection:
+  def select(
+    self, address: tuple[int, int], parent: Record, why: str = ""
+  ) -> Selection:
     """Returns a parent with its actionable residuals and the responses it owes."""
-    demands = self.residuals.demands(parent.id)
-    return Selection(address, parent, self.residuals.actionable(parent.id), demands)
+    demands, open_ = (
+      self.residuals.demands(parent.id),
+      self.residuals.actionable(parent.id),
+    )
+    return Selection(address, parent, open_, demands, why)
 
   def _ask(self, selection: Selection) -> Proposal:
     key = f"{self._proposals:05d}-{selection.parent.id[:12]}"
@@ -226,8 +244,8 @@ class Search:
     proposal = answer(self._store, key, lambda: self._proposer.propose(context))
     self._proposals += 1
     self.ledger.proposer.update(proposal.usage)
-    if proposal.replies:
-      self.history.emit("replies", proposal=key, replies=list(proposal.replies))
+    if proposal.models:
+      self.history.emit("replies", proposal=key, models=list(proposal.models))
     corruption = (self._config.corruption, self._config.seed, selection.address)
     accounts = (registration.corrupted(e, *corruption) for e in proposal.explanations)
     return dataclasses.replace(proposal, explanations=tuple(accounts))
@@ -252,7 +270,12 @@ class Search:
       overspends=self.ledger.overspends,
       checked=selection.due if self._asks else None,
       focus=selection.focus,
+      why=selection.why,
       scopes=self.scopes.known(),
+      joint_scopes=self.scopes.joint(),
+      seconds=self._evaluator.seconds(parent.exec_id)
+      if self._task.tells_seconds
+      else None,
       lineage=self._lineage(),
       budget=self.ledger.remaining(),
       review=functools.partial(self._review, selection),
@@ -348,7 +371,8 @@ class Search:
     words = {"label": proposal.label, "note": proposal.note}
     self.history.emit("packet", id=packet.hash, **words, packet=packet.to_dict())
     if left_out := registration.left_out(selection, proposal, attempt, self._config):
-      self.history.emit("reduced", packet=packet.hash, left_out=left_out)
+      told = {"detail": attempt.dropped} if attempt.dropped else {}
+      self.history.emit("reduced", packet=packet.hash, left_out=left_out, **told)
     return attempt
 
   def _execute(self, attempts: list[Attempt]) -> None:
@@ -586,5 +610,11 @@ class Search:
         is_retained=is_retained,
         compiles=self._config.compile_verdicts,
       )
-    seen = resolution.observed(self._task, attempt)
-    self.history.remember(attempt, finding, checks, seen)
+    seen, asks = resolution.observed(self._task, attempt), ""
+    if finding is not None and self._config.compile_verdicts:
+      asks = str(finding.response)
+      observable = attempt.packet.residual and attempt.packet.residual.observable
+      floor = resolution.at_floor(self._task, observable or "", attempt.outcome.values)
+      if finding.response == verdict.Response.EXTEND and floor:
+        asks = f"nothing: {floor}"
+    self.history.remember(attempt, finding, checks, seen, asks)

@@ -17,8 +17,11 @@
 person is told; the embedded proposer needs none of them. It may also define
 `RESIDUALS`, which maps an observable to the value above which it is an open question;
 `PLAN`, which maps a key to the values that programs may give it and which `evaluate`
-gets as `plan`, and `PLAN_DOCS`, what each key decides; and `EDITS`, a list of
-`EditTemplate`, without which the embedded proposer has nothing to propose. A program is
+gets as `plan`, and `PLAN_DOCS`, what each key decides; `FLOORS`, which maps an
+observable to the value below which it does not go, so that nobody is asked to lower it
+further; `EXAMPLE`, a whole answer to a first prompt as the model's JSON has it; and
+`EDITS`, a list of `EditTemplate`, without which the embedded proposer has nothing to
+propose. A program is
 traced in the jail like any other; `evaluate.py` is the user's own and runs in the run
 worker.
 """
@@ -127,6 +130,8 @@ class TwoFiles(Defaults):
     self.description = str(getattr(self.module, "DESCRIPTION", ""))
     self.observables = dict(getattr(self.module, "OBSERVABLES", {}))
     self.regimes = {"Program": self.interface.names}
+    self.example = dict(getattr(self.module, "EXAMPLE", {}))
+    self.floors = {k: (v,) for k, v in getattr(self.module, "FLOORS", {}).items()}
     evaluate: Callable[..., Any] = self._need("evaluate", types.FunctionType)
     self._accepts = set(inspect.signature(evaluate).parameters)
 

@@ -54,6 +54,9 @@ MARGIN, CHAOS = 0.004, 0.001
 """The margin of the loss is four times the chaos."""
 THRESHOLD = 0.5
 """Excess of a site above which it is an open question."""
+OPEN, CLOSED, LOWERED = 0.9, 0.35, 0.8
+"""Excess of a site once the one before it works, before that, and the share of it that
+an edit at its full amplitude removes."""
 UNREAD = 0.1
 """Probability that a layer does not read a site."""
 REGIMES: Mapping[str, tuple[str, ...]] = {
@@ -126,6 +129,11 @@ class World(Defaults):
     "loss": MARGIN,
     **{f"excess_{site}": 0.02 for site in SITES},
   }
+  floors: Mapping[str, tuple[float, ...]] = {
+    # Of an open site, and of one whose predecessor does not work yet.
+    f"excess_{site}": (OPEN * (1 - LOWERED), CLOSED * (1 - LOWERED))
+    for site in SITES
+  }
   description = (
     "A synthetic landscape with a known truth that is hidden from you. Six sites, one "
     "hook each, act on rows of eight float32 numbers; what a hook adds to x is "
@@ -135,14 +143,19 @@ class World(Defaults):
     f"{FULL} * jnp.roll(x, 1)`; far larger ones cost loss. At each site each operation "
     "is one of: mechanism (lowers the site's excess and the loss), mediator (lowers "
     "the excess alone), inert, harmful; at some sites any edit of a size gains. Sites "
-    "depend on each other in an order you are not told: a gain is larger once the site "
-    "before it works, and the excess of a site rises when that one does."
+    "depend on each other in an order you are not told, each on the one before it. "
+    "While that one does not work, a site is closed: it gains little, and its excess "
+    f"is {CLOSED} or, lowered by an edit of its own, {CLOSED * (1 - LOWERED):.2g}. "
+    "Once that one works, the site is open: it gains in full, and its excess is "
+    f"{OPEN} or, lowered by an edit of its own, {OPEN * (1 - LOWERED):.2g}. So an "
+    f"excess that jumps from {CLOSED} to {OPEN} says that the site before it began to "
+    "work; it is no harm done at this site."
   )
   observables: Mapping[str, str] = {
     "loss": "the target, without unit; the start has about 3, and chaos of "
     f"{CHAOS} is in every reading",
     **{
-      f"excess_{site}": f"what is left to gain at the site {site}, from 0 to .9"
+      f"excess_{site}": f"what is left to gain at the site {site}, from .07 to .9"
       for site in SITES
     },
     "layer_N": "size of the output of layer N, a weighted sum of the sizes of edits",
@@ -225,6 +238,42 @@ class World(Defaults):
       change = {"kind": "redraw", **at}
       found.append(Rival("luck of the draw", told, change, keeps=False))
     return found
+
+  @property
+  def rivals_told(self) -> Sequence[str]:
+    """The size of the edit, and its luck in a world that has it."""
+    told = ["`any edit of this size` (1 call), for an edit of one site"]
+    luck = "`luck of the draw` (1 call), for an edit of one site"
+    return [*told, luck] if self._luck else told
+
+  @property
+  def example(self) -> Mapping[str, Any]:
+    """An edit of the site that is open at the start, by none of the operations."""
+    site = identity.shuffled(SITES, self._seed, "order")[0]
+    excess = f"excess_{site}"
+    account = lambda name, told, symbol: {
+      "name": name,
+      "statement": told,
+      "predictions": {"primary": {excess: "down"}, "inert": {excess: symbol}},
+    }
+    return {
+      "label": f"roll by two at {site}",
+      "note": "Its excess is the largest.",
+      "code": f"def {site}(x):\n  return x + 0.5 * jnp.roll(x, 2)\n",
+      "declared": [site],
+      "residual": excess,
+      "explanations": [
+        account("the roll acts", "an inert edit of its size does nothing", "lost"),
+        account("any size acts", "an inert edit of its size does as much", "kept"),
+      ],
+      "controls": [
+        {
+          "name": "inert",
+          "intervention": {"kind": "permute", "site": site},
+          "statement": "the same size, carried by what does nothing",
+        }
+      ],
+    }
 
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
@@ -342,8 +391,8 @@ class World(Defaults):
       loss += 0.06 * max(size - 1.2, 0.0) ** 2
       loss += 0.05 * max(-of("mechanism") / FULL, 0.0)
       reach[site] = 1.0 if is_capacity and strength > 0.5 else working
-      quiet = 0.35 if ready < 0.5 else 0.9
-      values[f"excess_{site}"] = quiet * (1.0 - 0.8 * max(working, moving))
+      quiet = CLOSED if ready < 0.5 else OPEN
+      values[f"excess_{site}"] = quiet * (1.0 - LOWERED * max(working, moving))
     return {"loss": loss, **values}
 
   @property

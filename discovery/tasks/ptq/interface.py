@@ -1,6 +1,7 @@
 """Hooks and plan of the PTQ task; every default behaves as RTN."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from mxjax.discovery.core.interface import Aval, Hook, Interface
 
@@ -366,7 +367,8 @@ RESIDUALS = (
 DESCRIPTION = (
   "A language model is quantized to strict MXFP4, W4A4, after training. Weights and "
   "inputs of every linear of every layer are held as E2M1 codes (magnitudes 0, .5, 1, "
-  "1.5, 2, 3, 4, 6; code 8 and above is the negative of code - 8), and each block of "
+  "1.5, 2, 3, 4, 6; code 8 and above is the negative of code - 8, so that code 8 is "
+  "minus zero and decodes like code 0), and each block of "
   "32 inputs of a row shares one E8M0 scale 2**exponent, -127 to 127: value = "
   "magnitude * 2**exponent. Weights are rounded once, from calibration statistics; "
   "activations are rounded at run time, each block of each token by itself, and "
@@ -395,6 +397,62 @@ OBSERVABLES: Mapping[str, str] = {
   "proxy_weight": "the same with only the weights rounded",
   "layer_N": "operator_error of the linears of layer N",
 }
+
+EXAMPLE: Mapping[str, Any] = {
+  "label": "the larger of two exponents where it costs less",
+  "note": "The floor rule clips magnitudes above 6 times the scale; one exponent more "
+  "keeps them, on a coarser grid.",
+  "code": """def decoded(codes, exponent):
+  table = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)
+  magnitude = table[(codes & 7).astype(jnp.int32)]
+  return jnp.ldexp(jnp.where(codes >= 8, -magnitude, magnitude), exponent)
+
+
+def encode_weight(block, curvature):
+  floor = block_exponent(block)
+  exponents = jnp.minimum(jnp.stack([floor, floor + 1]), 127)
+  codes = jax.vmap(lambda e: nearest_codes(block, e))(exponents)
+  errors = jnp.square(jax.vmap(decoded)(codes, exponents) - block).sum(axis=1)
+  best = jnp.argmin(errors)
+  return codes[best], exponents[best]
+""",
+  "declared": ["encode_weight"],
+  "residual": "weight_error",
+  "explanations": [
+    {
+      "name": "choice",
+      "statement": "Some blocks want the larger exponent and some do not: with the "
+      "larger one everywhere most of the gain is lost.",
+      "predictions": {
+        "primary": {"weight_error": "down"},
+        "larger everywhere": {"weight_error": "lost"},
+      },
+    },
+    {
+      "name": "clipping",
+      "statement": "Clipped magnitudes make the error: the larger exponent everywhere "
+      "keeps most of the gain.",
+      "predictions": {
+        "primary": {"weight_error": "down"},
+        "larger everywhere": {"weight_error": "kept"},
+      },
+    },
+  ],
+  "controls": [
+    {
+      "name": "larger everywhere",
+      "intervention": {
+        "kind": "program",
+        "code": """def encode_weight(block, curvature):
+  exponent = jnp.minimum(block_exponent(block) + 1, 127)
+  return nearest_codes(block, exponent), exponent
+""",
+      },
+      "statement": "no choice",
+    }
+  ],
+}
+"""A whole answer to a first prompt, which a test executes."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": (*SHAPING, "balance"),

@@ -9,7 +9,10 @@ is the smallest gain that this control can confirm. Operator errors have no such
 their margin is a small fraction of the initial program's value.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,13 @@ from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.task import Artifacts, Call, Status
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.tasks.ptq import candidate, payload, phases, programs
+from mxjax.discovery.tasks.ptq import (
+  candidate,
+  payload,
+  phases,
+  programs,
+  references,
+)
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.errors import ValueRefusal
@@ -30,6 +39,8 @@ REPLICATES = 4
 SPREADS = 2.0
 """The margin in standard deviations of the difference of two programs."""
 OPERATOR_SHARE = 0.01
+EVERY = 30.0
+"""Seconds after which a measurement says again that it goes on."""
 PAIRED = "gptq"
 """The program that the initial one is compared with."""
 
@@ -44,24 +55,76 @@ def completed(
   """
   if spec["task"] != "ptq" or "margins" in spec:
     return dict(spec)
-  tell("measuring margins and thresholds of this contract, once")
-  return calibrated(spec, start if start in programs.NAMES else "")
+  return calibrated(spec, start if start in programs.NAMES else "", tell)
 
 
-def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-  """Returns the specification completed with measured `margins` and `initial`.
+class _Steps:
+  """Says what is measured, how long it took, and every `EVERY` seconds that it goes on.
+
+  A step is a build of a program, or a text that is scored by one.
+  """
+
+  def __init__(self, tell: Callable[[str], Any], steps: list[str]) -> None:
+    self._tell, self._steps, self._done = tell, steps, 0
+    tell(
+      "Before the first call, margins, thresholds and references of this contract are "
+      f"measured, once, in {len(steps)} steps: {'; '.join(steps)}."
+    )
+
+  @contextlib.contextmanager
+  def step(self) -> Iterator[None]:
+    """Runs the next step and says how long it took."""
+    name, begun, ended = self._steps[self._done], time.monotonic(), threading.Event()
+    self._done += 1
+    place = f"step {self._done} of {len(self._steps)}, {name}"
+
+    def wait() -> None:
+      while not ended.wait(EVERY):
+        self._tell(f"{place}: still at it after {time.monotonic() - begun:.0f} s")
+
+    teller = threading.Thread(target=wait, daemon=True)
+    teller.start()
+    try:
+      yield
+    finally:
+      ended.set()
+      teller.join()
+    self._tell(f"{place}: {time.monotonic() - begun:.1f} s")
+
+
+def calibrated(
+  spec: Mapping[str, Any], start: str = "", tell: Callable[[str], Any] = lambda _: None
+) -> dict[str, Any]:
+  """Returns the specification completed with `margins`, `initial` and `references`.
 
   Runs the default program, or that of the library named by `start`, which are our own
   sources, in this process and measures its perplexity over perturbed replicates. The
   result becomes part of every execution identity, so it must not contain anything that
-  differs between runs, such as a time.
+  differs between runs, such as a time. `tell` gets a sentence for each step, and one
+  every `EVERY` seconds within it.
   """
   task = PtqTask(**{key: value for key, value in spec.items() if key != "task"})
-  call, artifacts = _initial(task, start)
-  _, operands = phases.Fit(task.options).run(call, artifacts, b"")
-  initial = phases.Measure(task.options).run(call, artifacts, operands)[0]["values"]
+  name = start or "the initial program"
+  steps = _Steps(
+    tell,
+    [
+      f"quantizing by {name}",
+      "measuring it like a call",
+      f"the noise of its predictions, by {REPLICATES} replicates",
+      "the float model, and one of the two operands rounded",
+      *([f"quantizing by {PAIRED} and comparing the two"] if task.tests_luck else []),
+    ],
+  )
+  with steps.step():
+    call, artifacts = _initial(task, start)
+    _, operands = phases.Fit(task.options).run(call, artifacts, b"")
+  with steps.step():
+    initial = phases.Measure(task.options).run(call, artifacts, operands)[0]["values"]
   rounding = candidate.activation_rule(artifacts, call.computation.get("encode_act"))
-  deviation, errors = _noise(task.options, operands, rounding)
+  with steps.step():
+    deviation, errors = _noise(task.options, operands, rounding)
+  with steps.step():
+    known = references.measured(task.options, operands, rounding, name)
   margins = {
     name: OPERATOR_SHARE * max(abs(value), 1e-4)
     for name, value in initial.items()
@@ -71,9 +134,10 @@ def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
   chaos = deviation * (2.0 / task.options.replicates) ** 0.5
   # All are in nats a token, or relative losses of about that size.
   if task.tests_luck:
-    errors |= _paired_errors(task, operands, rounding)
+    with steps.step():
+      errors |= _paired_errors(task, operands, rounding)
   margins |= {name: max(SPREADS * chaos, error) for name, error in errors.items()}
-  return {**task.spec, "margins": margins, "initial": initial}
+  return {**task.spec, "margins": margins, "initial": initial, "references": known}
 
 
 def _initial(task: PtqTask, start: str) -> tuple[Call, Artifacts]:

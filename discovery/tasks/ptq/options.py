@@ -69,6 +69,8 @@ class PtqOptions:
     proxy: Whether calls measure only the operator error of a few blocks.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
+    references: The objective of the float model, and of the initial program with only
+      one of the two operands rounded, measured with the margins.
 
   Raises:
     ValueError: A name is unknown, `fit3` has no second text, or there are too few
@@ -97,6 +99,7 @@ class PtqOptions:
   proxy: bool = False
   margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  references: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
     """Makes paths absolute, because workers and resumed runs use other folders."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -18,17 +18,19 @@ import numpy as np
 from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.interface import Interface
+from mxjax.discovery.core.interventions import Interventions
 from mxjax.discovery.core.residual import OTHER_TEXT, Residual, Rival
 from mxjax.discovery.core.task import Call, Defaults, Session
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES
 from mxjax.discovery.tasks.ptq.interface import (
   DESCRIPTION,
+  EXAMPLE,
   INTERFACE,
   OBSERVABLES,
   REGIMES,
   RESIDUALS,
 )
-from mxjax.discovery.tasks.ptq.options import PtqOptions
+from mxjax.discovery.tasks.ptq.options import Objective, PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
 from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
 from mxjax.discovery.tasks.ptq.structure import interventions
@@ -62,9 +64,7 @@ class PtqTask(Defaults):
   The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
-  interventions = interventions.INTERVENTIONS
-  description = DESCRIPTION
-  observables = OBSERVABLES
+  tells_seconds = True
 
   def __init__(self, **options: Any) -> None:
     """Takes the fields of `PtqOptions`.
@@ -100,6 +100,68 @@ class PtqTask(Defaults):
   def tests_luck(self) -> bool:
     """Whether there is a control that scores on another text."""
     return self.options.other_windows is not None
+
+  @functools.cached_property
+  def description(self) -> str:
+    """What is quantized, and on how many tokens it is fitted and scored."""
+    options, sizes = self.options, self.options.calibration
+    return (
+      f"{DESCRIPTION} The model has {options.layer_count} layers. A candidate is "
+      f"fitted on {sizes[0]} calibration sequences of {sizes[1]} tokens, and a primary "
+      f"run scores {options.tokens_scored['primary']} tokens of another text, in "
+      f"{options.windows[0]} windows of {options.windows[1]}."
+    )
+
+  @functools.cached_property
+  def observables(self) -> Mapping[str, str]:
+    """What each observable means, of those that this task measures."""
+    options = self.options
+    absent = {*get_args(Objective)} - {"log_ppl", options.objective, *options.margins}
+    if not options.proxy:
+      absent |= {name for name in OBSERVABLES if name.startswith("proxy")}
+    if not self._scores_other_text:
+      absent |= {OTHER_TEXT}
+    absent -= {*options.margins}
+    return {k: v for k, v in OBSERVABLES.items() if k not in absent}
+
+  @property
+  def _scores_other_text(self) -> bool:
+    return self.tests_luck and self.options.objective != "fit3"
+
+  @functools.cached_property
+  def interventions(self) -> Interventions:
+    """The controls; one on another text only where the task has one."""
+    known = interventions.INTERVENTIONS
+    return {
+      kind: each
+      for kind, each in known.items()
+      if kind != OTHER_TEXT or self._scores_other_text
+    }
+
+  @functools.cached_property
+  def rivals_told(self) -> Sequence[str]:
+    """Any map, and the luck of the text where it can be told."""
+    told = ["`any map would do` (1 call), where the edit changes what makes the map T"]
+    if self._scores_other_text:
+      calls = 2 * self.price({"kind": OTHER_TEXT})
+      told.append(
+        f"`luck of this text` ({calls} calls, the parent's run included, which is paid "
+        "once), for every edit"
+      )
+    return told
+
+  floors = {
+    name: (0.0,)
+    for name in OBSERVABLES
+    if name.endswith(("_error", "contaminated")) or name == "kl"
+  }
+
+  @property
+  def references(self) -> Mapping[str, float]:
+    """The target of the float model, and with one of the two operands rounded."""
+    return self.options.references
+
+  example = EXAMPLE
 
   @property
   def phases(self) -> Sequence[str]:

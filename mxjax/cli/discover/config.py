@@ -1,42 +1,38 @@
-"""One TOML file with the options of a run, under the names of the command line.
+"""One config of a run: a TOML file, or single lines of one by `--set KEY=VALUE`.
 
-Its options become words before those of the command line, so both are read and checked
-by the same parser, and the command line wins. An example::
+Its options have the names of the command line and become words before those of it, so
+both are read and checked by the same parser; `--set` wins over the file, and the
+command line over both. A key of a table has its name before it, as in
+`--set task-options.seed=3`. An example::
 
     task = "world"
     proposer = "llm"
     max-tokens = 2_000_000  # in and out
     max-cost = 5.0          # dollars
 
+    endpoint = "https://example.org/v1"
+    endpoint-model = "large"
+    prices = [2.0, 8.0]     # dollars a million tokens, in and out
+    deadline = 120          # seconds for a request with its retries
+    probe-seconds = 60      # seconds for its first word, before the run begins
+    key-variable = "KEY"    # environment variable of its key
+
     [task-options]
     seed = 3
-
-    [[endpoints]]
-    url = "http://localhost:8000/v1"
-    model = "small"
-    weight = 3              # asked for three of four proposals
-    prices = [0.0, 0.0]     # dollars a million tokens, in and out
-
-    [[endpoints]]
-    url = "https://example.org/v1"
-    model = "large"
-    prices = [2.0, 8.0]
-    deadline = 120          # seconds for a request with its retries
-    key-variable = "KEY"    # environment variable of its key
 """
 
 import argparse
 import json
 import pathlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mxjax.cli import options as shared
 from mxjax.errors import ValueRefusal
 from mxjax.intake import texts
 
-UNSET = ("help", "config")
+UNSET = ("help", "config", "set")
 
 
 class Parser(shared.Parser):
@@ -57,9 +53,12 @@ class Parser(shared.Parser):
       return super().parse_known_args(args, namespace)
     finder = argparse.ArgumentParser(add_help=False)
     finder.add_argument("--config", nargs="?")
-    path = finder.parse_known_args(args)[0].config
+    finder.add_argument("--set", nargs="?", action="append", default=[])
+    found = finder.parse_known_args(args)[0]
     try:
-      before = self._words(path) if path else []
+      table = _read(found.config) if found.config else {}
+      before = self._words(found.config, table)
+      before += self._words("--set", _set(filter(None, found.set)))
     except (ValueError, OSError) as error:
       self.error(str(error))
     options, rest = super().parse_known_args([*before, *(args or ())], namespace)
@@ -73,16 +72,7 @@ class Parser(shared.Parser):
     mine = (action for action in self._actions if action.dest not in UNSET)
     return {action.option_strings[0][2:]: action for action in mine}
 
-  def _words(self, path: str) -> list[str]:
-    try:
-      table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-      raise ValueRefusal(
-        path,
-        expected="TOML in UTF-8",
-        got=f"what does not read ({error})",
-        mend="correct the file",
-      ) from None
+  def _words(self, path: str, table: Mapping[str, Any]) -> list[str]:
     known, mine, words = (self.holder or self).named(), self.named(), []
     for name, value in table.items():
       if name not in known:
@@ -95,6 +85,58 @@ class Parser(shared.Parser):
       if name in mine:
         words += _option(path, name, value, mine[name])
     return words
+
+
+def _read(path: str) -> dict[str, Any]:
+  """Returns a TOML file.
+
+  Raises:
+    ValueError: It is none.
+  """
+  try:
+    return tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise ValueRefusal(
+      path,
+      expected="TOML in UTF-8",
+      got=f"what does not read ({error})",
+      mend="correct the file",
+    ) from None
+
+
+def _set(given: Iterable[str]) -> dict[str, Any]:
+  """Returns the table that `KEY=VALUE`s make; what is no TOML value is text.
+
+  Raises:
+    ValueError: One has no key, or a key stands for a value and for a table.
+  """
+  table: dict[str, Any] = {}
+  for line in given:
+    key, is_set, text_ = line.partition("=")
+    *path, name = key.strip().split(".")
+    if not is_set or not all((*path, name)):
+      raise ValueRefusal(
+        "--set",
+        expected="KEY=VALUE, as in seed=3 or task-options.objective=kl",
+        got=repr(line),
+        mend="write it so",
+      )
+    try:
+      value = tomllib.loads(f"value = {text_}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+      value = text_
+    inner = table
+    for part in path:
+      inner = inner.setdefault(part, {})
+      if not isinstance(inner, dict):
+        raise ValueRefusal(
+          "--set",
+          expected="a key that stands for a value, or for a table",
+          got=f"both for {part!r}",
+          mend="leave one out",
+        )
+    inner[name] = value
+  return table
 
 
 def _option(path: str, name: str, value: Any, action: argparse.Action) -> list[str]:

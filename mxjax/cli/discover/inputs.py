@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core import task as tasks
-from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox.jail import LEVELS
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.settings import SearchConfig
@@ -18,7 +17,8 @@ from mxjax.errors import ValueRefusal
 
 LLM = ("llm", "cassette")
 PROPOSERS: Mapping[str, tuple[str, ...]] = {
-  **dict.fromkeys(("endpoint", "endpoint_model", "endpoints", "prices"), LLM),
+  **dict.fromkeys(("endpoint", "endpoint_model", "prices", "deadline"), LLM),
+  **dict.fromkeys(("key_variable", "probe_seconds"), LLM),
   **dict.fromkeys(("reasoning_effort", "cassette", "tokenizer"), LLM),
   **dict.fromkeys(("max_tokens", "max_cost"), LLM),
   "answers": ("human",),
@@ -138,34 +138,28 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
       expected="--cassette with the file to replay for --proposer cassette",
       got="none",
     )
-  single = {
+  given = {
     "base_url": options.endpoint,
     "model": options.endpoint_model,
     "prices": options.prices,
+    "deadline": options.deadline,
+    "key_variable": options.key_variable,
+    "probe_seconds": options.probe_seconds,
   }
-  single = {name: value for name, value in single.items() if value is not None}
-  if options.endpoints:
-    if single:
-      raise ValueRefusal(
-        "discover",
-        expected="--endpoints, which has each address, model and prices, alone",
-        got=" and ".join(map(str, single.values())),
-        mend="leave out --endpoint, --endpoint-model and --prices",
-      )
-    proposer["endpoints"] = weighted.endpoints(options.endpoints)
-  elif options.proposer == "llm" and not {"base_url", "model"} <= single.keys():
+  given = {name: value for name, value in given.items() if value is not None}
+  if options.proposer == "llm" and not {"base_url", "model"} <= given.keys():
     raise ValueRefusal(
       "discover",
-      expected="--endpoint and --endpoint-model, or --endpoints, for --proposer llm",
-      got="one of the first two" if {"base_url", "model"} & {*single} else "none",
+      expected="--endpoint and --endpoint-model for --proposer llm",
+      got="one of the two" if {"base_url", "model"} & {*given} else "neither",
+      mend="give both",
     )
-  proposer |= single
-  priced = [one.get("prices") for one in proposer.get("endpoints", [proposer])]
-  if options.max_cost is not None and not all(priced):
+  proposer |= given
+  if options.max_cost is not None and not options.prices:
     raise ValueRefusal(
       "discover",
-      expected="the prices of every endpoint for --max-cost",
-      got=f"those of {len([*filter(None, priced)])} of {len(priced)}",
+      expected="the endpoint's --prices beside --max-cost",
+      got="none",
       mend="give them, or leave --max-cost out",
     )
   return proposer | {

@@ -20,6 +20,13 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     "command line win",
   )
   parser.add_argument(
+    "--set",
+    metavar="KEY=VALUE",
+    action="append",
+    help="a line of such a file, as in seed=3 or task-options.objective=kl; wins over "
+    "the file, and may be given often",
+  )
+  parser.add_argument(
     "--max-tokens",
     type=shared.whole(1),
     metavar="N",
@@ -108,6 +115,10 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--task", metavar="TASK", help=told)
   told = "the run's sandbox level, if you trust its programs to run so"
   parser.add_argument("--sandbox", default="strict", choices=jail.LEVELS, help=told)
+  told = "the run's endpoint, if the key in your environment may go there"
+  parser.add_argument("--endpoint", metavar="URL", help=told)
+  told = "the environment variable of that key, if the run has one of its own"
+  parser.add_argument("--key-variable", metavar="NAME", help=told)
 
 
 def _add_proposer(parser: argparse.ArgumentParser) -> None:
@@ -120,13 +131,14 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
-  add(
-    "--endpoints",
-    metavar="JSON",
-    help="several instead: a list of objects with url and model, and if need be "
-    "weight, prices, deadline in seconds (600) and key-variable, the environment "
-    "variable of its key",
-  )
+  seconds = {"type": shared.amount, "metavar": "SECONDS"}
+  told = "for a request with all its retries; 600 when omitted"
+  add("--deadline", **seconds, help=told)
+  told = "for the one word that the endpoint is asked before a run begins; 10 when "
+  told += "omitted. A model that is still loading is no failure"
+  add("--probe-seconds", **seconds, help=told)
+  told = "the environment variable with its key; OPENAI_API_KEY when omitted"
+  add("--key-variable", metavar="NAME", help=told)
   add(
     "--prices",
     type=shared.amount,

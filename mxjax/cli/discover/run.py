@@ -97,6 +97,7 @@ def resume(options: argparse.Namespace) -> None:
   folder, trusts = pathlib.Path(options.folder), trusted(options)
   trusts.check(read := runs.read_options(folder))
   if not runs.is_closed(folder):
+    trusts.check_endpoint(read, folder)
     probe(read)
   _search(folder, options, trusts)
 
@@ -116,21 +117,23 @@ def trusted(options: argparse.Namespace) -> "Trusted":
   from mxjax.discovery.search import runs
 
   given = None if options.task is None else task_spec(options.task)
-  return runs.Trusted(task=given, sandbox=options.sandbox)
+  named = {"key_variable": options.key_variable} if options.key_variable else {}
+  return runs.Trusted(
+    task=given, sandbox=options.sandbox, endpoint=options.endpoint, **named
+  )
 
 
 def probe(options: "RunOptions") -> None:
-  """Asks every endpoint of a run for one word, before anything is paid for.
+  """Asks the endpoint of a run for one word, before anything is paid for.
 
   Raises:
-    OutageError: One does not answer.
+    OutageError: It refuses, or is not there.
   """
   from mxjax.cli.output import say
-  from mxjax.discovery.proposers import weighted
+  from mxjax.discovery.proposers import llm
 
   if options.proposer["kind"] == "llm":
-    for told in weighted.greet(options.proposer, metered=options.search.is_metered):
-      say(told)
+    say(llm.greet(options.proposer, metered=options.search.is_metered))
 
 
 def _fitting(options: "RunOptions") -> "Task":

@@ -45,6 +45,8 @@ def code(act, site=A):
   return f"def {site}(x):\n  return {act}\n"
 
 
+SOME = code(f"x + 0.3 * {world.OPERATIONS[MECHANISM][0]}")
+"""Leaves something to extend, where the whole brings the excess to its floor."""
 RIGHT = code(f"x + 0.5 * {world.OPERATIONS[MECHANISM][0]}")
 
 
@@ -86,6 +88,7 @@ def run(folder, *replies, ask=None, **config):
         "demand",
         "check",
         "program",
+        "reduced",
       )
     },
   )
@@ -219,14 +222,48 @@ def test_a_control_that_fails_is_shown_and_is_no_evidence(tmp_path):
 def test_values_of_controls_and_reasons_are_in_the_next_prompt(tmp_path):
   worse = code("x + 0.5 * x", "mlp")
   _, model, events = run(
-    tmp_path, answer(), {"label": "elsewhere", "code": worse}, "no"
+    tmp_path, answer(code=SOME), {"label": "elsewhere", "code": worse}, "no"
   )
   values = {e["condition"]: e["values"]["loss"] for e in events["outcome"][1:3]}
   assert f"loss {values['primary']:.4g} (" in model.told[1]
-  assert f"other: ok; loss {values['other']:.4g}" in model.told[1]
+  shown = model.told[1].partition("other: ok; ")[2].splitlines()[0]
+  assert f"loss {values['other']:.4g}" in shown
+  assert all(f"excess_{site} " in shown for site in world.SITES), "all of a control"
   (check,) = events["check"][:1]
   assert (
     f"response extend (an edit) not implemented: {check['detail']}" in model.told[2]
+  )
+
+
+def test_a_question_that_cannot_be_paid_is_said_to_be_dropped_and_fails_no_demand(
+  tmp_path,
+):
+  # The first question leaves its account to be repaired; for the second no call is
+  # left but that of its candidate.
+  wrong = answer(
+    code=SOME,
+    explanations=[
+      account("place", primary={"loss": "down"}, other={"loss": "kept"}),
+      account("act", primary={"loss": "down"}, other={"loss": "lost"}),
+    ],
+  )
+  again = answer(code=RIGHT)
+  _, model, events = run(tmp_path, wrong, again, "no", budget=4)
+  assert events["verdict"][0]["response"] == "repair_explanation"
+  (reduced,) = events["reduced"]
+  told = (
+    "its question was dropped: with our controls it needs up to 2 calls, and 1 are left"
+  )
+  assert (reduced["left_out"], reduced["detail"]) == (["question"], told)
+  (check,) = events["check"]
+  assert (check["implemented"], check["detail"]) == (None, told)
+  assert "failed" not in {e["status"] for e in events["demand"]}
+
+
+def test_the_next_prompt_says_what_was_dropped():
+  dropped = dataclasses.replace(told_.PACKET, dropped="its question was dropped: why")
+  assert "its question was dropped: why" in told_.told(
+    told_.context(history=(dropped,))
   )
 
 

@@ -6,14 +6,16 @@ import re
 
 import pytest
 
-from mxjax.discovery.core import interventions, limits
+from mxjax.discovery.core import interventions, limits, store
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.candidate_source import MAX_BYTES
 from mxjax.discovery.core.proposal import Budget, Step
 from mxjax.discovery.core.residual import FATES, SYMBOLS, Residual
-from mxjax.discovery.proposers import prompt
+from mxjax.discovery.proposers import llm, prompt
 from mxjax.discovery.tasks import world
 from mxjax.discovery.tasks.ptq import task as ptq
+from tests.discovery import searching
+from tests.discovery.proposers import test_llm
 from tests.discovery.proposers import test_prompt as told_
 from tests.discovery.tasks import test_own_tasks as own
 
@@ -91,6 +93,115 @@ def test_every_limit_is_told(task):
   assert all(f"{number} " in shown for number in numbers)
   assert f"{limits.TRACE_SECONDS:g} s to trace" in shown
   assert f"{limits.CALL_SECONDS:g} s for a call" in shown
+
+
+def test_every_floor_and_every_price_is_told(task):
+  shown = text(task)
+  for name, floors in task.floors.items():
+    if name in task.margins:
+      told = f"its floor is {' or '.join(f'{floor:g}' for floor in floors)}"
+      assert re.search(rf"^- {name} .*; {re.escape(told)}$", shown, re.M)
+  known = interventions.of_task(task.interface, task.interventions)
+  for form in known.values():
+    (line,) = (li for li in shown.splitlines() if json.dumps(form.example) in li)
+    assert re.search(r"; \d+ calls?(, the parent's run included.*)?$", line)
+  assert all(told in shown for told in (*task.rivals_told, prompt.ANOTHER_PART))
+
+
+def test_other_text_is_told_with_its_price_for_both_programs():
+  task = ptq.PtqTask(model="random:0", **OPTIONS, other_windows=[8, 32])
+  shown = text(task)
+  assert task.price({"kind": "other_text"}) == 4
+  assert "; 8 calls, the parent's run included" in shown
+  assert "`luck of this text` (8 calls" in shown
+  assert "but for other_text" in shown
+  margins = {name: 0.01 for name in MARGINS if name != "other_text"}
+  assert "other_text" not in text(
+    ptq.PtqTask(model="random:0", **{**OPTIONS, "margins": margins})
+  )
+
+
+def test_what_may_be_asked_about_is_listed():
+  task = world.World(seed=3)
+  first = told_.demand(about=("excess_mlp",))
+  other = Residual("p", "excess_balance", 0.9, 0.5)
+  shown = text(task, demands=(first,), checked=first, residuals=(other,))
+  assert (
+    'Open to a question now, as "residual": excess_mlp, excess_balance, or' in shown
+  )
+  assert 'leave "residual" null' in text(task, residuals=())
+
+
+def test_edits_of_several_parts_credit_none_of_them():
+  residual = Residual("p", "excess_mlp", 0.9, 0.5)
+  joint = {"excess_mlp": (("geometry", "mlp"),)}
+  shown = text(world.World(seed=3), residuals=(residual,), joint_scopes=joint)
+  told = "edits of several parts, of which nobody knows which did it: geometry + mlp"
+  assert f"seen to be moved by {told})" in shown
+
+
+def test_the_parent_comes_with_the_reason_why_it_is_revised_and_its_seconds():
+  task = world.World(seed=3)
+  shown = text(task, why="it is the best program", seconds=12.345)
+  assert "It is revised now because it is the best program." in shown
+  assert "Its call took 12.3 s, with compilation." in shown
+  assert "Its call took" not in text(task)
+  assert not task.tells_seconds, "a replay of its prompts would differ"
+  assert ptq.PtqTask.tells_seconds
+
+
+def test_references_stand_beside_the_parents_value():
+  known = {"the float model": 2.5, "gptq with only activations rounded": 2.75}
+  task = ptq.PtqTask(model="random:0", **OPTIONS, references=known)
+  told = "For comparison, log_ppl is 0.5 now; it is 2.5 for the float model, 2.75 for "
+  assert told + "gptq with only activations rounded." in text(task)
+  assert "For comparison" not in text(task, "score")
+
+
+def test_a_prompt_of_the_ptq_task_says_how_many_tokens_a_call_scores():
+  shown = text(ptq.PtqTask(model="random:0", **OPTIONS))
+  assert "fitted on 8 calibration sequences of 32 tokens" in shown
+  assert "scores 64 tokens of another text, in 2 windows of 32" in shown
+  assert "code 8 is minus zero and decodes like code 0" in shown
+  assert "under jax.vmap, however many it maps over" in shown
+
+
+def test_long_tables_name_their_columns_once():
+  layers = range(12)
+  parts = {
+    f"layers_{i}/mlp/{n}": 0.01 * (i + 1) for i in layers for n in ("up", "down")
+  }
+  shown = prompt._grid(parts)
+  assert shown.splitlines()[0] == "  in units of 0.01: up down"
+  assert shown.splitlines()[3] == "  layers_2: 3 3"
+  assert shown.splitlines()[-1] == "  layers_11: 12 12", "in the order of the layers"
+  values = {**{f"layer_{i}": 0.5 + i for i in layers}, "kl": 0.25}
+  assert prompt._measured(values).startswith("kl 0.25, layer_0 to layer_11: 0.5 1.5 ")
+  changes = {f"layer_{i}": 0.1 * i for i in layers}
+  (told,) = prompt._changes(values, changes)
+  assert told == "layer_0 to layer_11 from +0 (layer_0) to +1.1 (layer_11)"
+
+
+@pytest.mark.parametrize("name", ["world", "lucky world", "ptq"])
+def test_the_example_answer_is_a_whole_experiment(name, tmp_path):
+  """Sent back as the first answer, it is accepted, runs, and has a verdict."""
+  task = world.World(seed=3, luck=0.5 if name == "lucky world" else 0.0)
+  if name == "ptq":
+    plain = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
+    initial = dict.fromkeys(ptq.RESIDUALS, 1e-9)
+    margins = {"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9}
+    options = dataclasses.asdict(plain.options)
+    task = ptq.PtqTask(**{**options, "margins": margins, "initial": initial})
+  example = json.dumps(task.example)
+  assert json.dumps(task.example, indent=1) in text(task)
+  model = test_llm.Model(example)
+  proposer = llm.LlmProposer(model, task)
+  searching.run(tmp_path, task, proposer, budget=6, mark_every=6)
+  events = store.read_events(tmp_path)
+  of = lambda kind: [e for e in events if e["event"] == kind]
+  assert not of("refused") and not of("reduced")
+  assert {e["status"] for e in of("outcome")} == {"ok"}
+  assert len(of("verdict")) == 1
 
 
 def test_the_contract_and_the_rules_of_a_question_are_told(task):

@@ -151,6 +151,39 @@ def test_a_demand_is_met_in_the_computation_that_its_residual_names(
   assert ("met" in statuses, "failed" in statuses) == (is_met, not is_met)
 
 
+def test_nothing_is_asked_of_an_observable_at_its_floor(conduct):
+  first, whole, told = supported(A)
+  _, events, contexts = conduct(proposal({A: whole}, **told), proposal({}))
+  assert [e["verdict"] for e in of(events, "verdict")] == ["supported"]
+  (event,) = of(events, "demand")
+  assert (event["status"], event["response"]) == ("at_floor", "extend")
+  assert event["detail"] == f"excess_{A} is 0.18, and its floor is 0.18"
+  closed = [e["key"] for e in of(events, "residual") if e["status"] == "closed"]
+  assert [key.split(":")[1] for key in closed] == [f"excess_{A}"]
+  assert contexts[1].demands == ()
+  assert contexts[1].history[-1].asks == f"nothing: {event['detail']}"
+
+
+def test_an_edit_that_moves_nothing_has_no_effect_whatever_was_predicted(conduct):
+  """Its outputs differ, and no observable moves beyond its margin."""
+  inert = next(op for op, kind in TASK.truth[A].items() if kind == "inert")
+  said = lambda name, symbol: Explanation(
+    name, "", {"primary": {"loss": "down"}, "dose": {"loss": symbol}}
+  )
+  null = proposal(
+    {A: operation(inert, 0.1)},
+    residual=f"excess_{A}",
+    explanations=(said("one", "down"), said("two", "up")),
+    controls=(WORKING,),
+  )
+  running, events, _ = conduct(null)
+  (found,) = of(events, "verdict")
+  assert (found["verdict"], found["reason"]) == ("no_effect", "within_margins")
+  assert found["response"] == "retire"
+  assert {e["response"] for e in of(events, "demand")} == {"retire"}
+  assert running.ledger.spent == 2, "no control is worth a call"
+
+
 def first_body(made, site):
   """The expression that an edit leaves at a site."""
   context = dataclasses.make_dataclass("C", ["parent"])

@@ -16,7 +16,6 @@ from mxjax.discovery.core.task import Outcome
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 
 FOLDER = pathlib.Path(__file__).parents[2] / "golden" / "world_by_a_model"
-ENDPOINT = '[{"url": "http://127.0.0.1:8801/v1", "model": "model"}]'
 KEPT = (
   *("event", "kind", "condition", "status", "call", "charged", "values", "detail"),
   *("verdict", "reason", "response", "observed"),
@@ -46,7 +45,7 @@ def replayed(tmp_path_factory):
   out = tmp_path_factory.mktemp("replay") / "run"
   words = ["discover", "run", "--task", "world", "--budget", "15", "--seed", "1"]
   words += ["--proposer", "cassette", "--cassette", str(FOLDER / "cassette.jsonl")]
-  words += ["--endpoints", ENDPOINT, "--sandbox", "off", "--holdout", "off"]
+  words += ["--sandbox", "off", "--holdout", "off"]
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(LocalExecutor, "_outcome", lambda self, call: told.pop(0))
     assert main([*words, "--out", str(out)]) == 0

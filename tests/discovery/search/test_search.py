@@ -286,12 +286,12 @@ def test_parents_are_the_retained_programs_then_the_rest(finished):
   ]
   executed = [running.record(p) for p in dict.fromkeys(programs)]
   kept = running.programs.records
-  parents = running.programs.parents(executed, seed=3, address=(1, 0))
+  parents = [r for r, _ in running.programs.parents(executed, seed=3, address=(1, 0))]
   assert parents[0] in kept
   assert {r.id for r in parents} == {r.id for r in executed}
   values = [r.values["loss"] for r in parents[len(kept) :]]
   assert values == sorted(values)
-  firsts = {running.programs.parents(executed, 3, (n, 0))[0].id for n in range(40)}
+  firsts = {running.programs.parents(executed, 3, (n, 0))[0][0].id for n in range(40)}
   assert firsts == {record.id for record in kept[: (len(kept) + 1) // 2]}
 
 

@@ -73,12 +73,18 @@ def test_a_scope_is_the_smallest_set_of_parts_that_was_seen_to_move_it():
   idle = Call({**hooks, "transform": "t"}, plan, {})
   start = {"kl": 1.0, "operator_error": 1.0}
   known.learn(both, {"kl": 0.5, "operator_error": 0.5}, parent, start)
-  assert known.of("kl") == ("encode_weight", "encode_act"), "in the order of the hooks"
+  assert known.of("kl") == (), "nobody knows which of the two it was"
+  together = (("encode_weight", "encode_act"),)
+  assert known.joint() == {"kl": together, "operator_error": together}
   known.learn(one, {"kl": 0.95, "operator_error": 0.5}, parent, start)
   assert known.of("operator_error") == ("encode_act",)
-  assert known.of("kl") == ("encode_weight", "encode_act")
+  assert known.joint() == {"kl": together}
   known.learn(idle, {"kl": 0.0, "operator_error": 0.0}, parent, start)
-  assert known.of("kl") == ("encode_weight", "encode_act"), "a hook that is not called"
+  assert known.of("kl") == (), "a hook that is not called"
+  keyed = Call({**hooks, "transform": "t"}, {**plan, "transform": "measured"}, {})
+  known.learn(keyed, {"kl": 0.0, "operator_error": 1.0}, parent, start)
+  assert known.of("kl") == ("transform",), "a hook and the key that switches it on"
+  assert known.known()["kl"] == ("transform",)
 
 
 def test_an_edit_that_moves_the_observable_is_in_its_scope_whatever_the_hook(tmp_path):
@@ -140,12 +146,35 @@ def test_owed_demands_choose_the_parent_and_the_best_holder_comes_first():
   programs = frontier.ExecutableFrontier("loss", 8)
   for each in (record("a", 3.0), record("b", 2.0), record("c", 1.0), record("d", 4.0)):
     programs.retain(each)
-  first = lambda address, *holders: programs.parents([], 3, address, holders)[0].id
+  first = lambda address, *holders: programs.parents([], 3, address, holders)[0][0].id
   assert {first((n, 0)) for n in range(40)} == {"c", "b"}, "the better half"
   assert [first((n, 0)) for n in range(40)].count("c") > 20
   assert {first((n, 0), "d") for n in range(9)} == {"d"}
   assert {first((n, 0), "d", "a") for n in range(9)} == {"a"}
   assert "gone" not in {first((n, 0), "gone") for n in range(9)}
+
+
+def test_the_parent_stays_while_no_program_is_better_and_its_reason_is_told():
+  record = lambda program, loss: dataclasses.replace(
+    RECORD, id=program, exec_id=program, values={"loss": loss}
+  )
+  programs = frontier.ExecutableFrontier("loss", 8)
+  kept = (record("a", 2.0), record("b", 2.003), record("c", 2.5), record("d", 3.0))
+  for each in kept:
+    programs.retain(each)
+  at = lambda n, **told: programs.parents([], 3, (n, 0), margin=0.004, **told)[0]
+  firsts = [at(n, revised="b") for n in range(40)]
+  assert {r.id for r, _ in firsts} == {"b"}, "a is no better, and no other is as good"
+  assert {why for _, why in firsts} == {
+    "it was revised last, and no program is better by more than the margin"
+  }
+  assert {at(n, revised="c")[0].id for n in range(40)} == {"a"}
+  assert {at(n)[1] for n in range(40)} == {"it is the best program"}
+  assert "owes the response" in at(0, holders=["d"])[1]
+  programs.retain(record("e", 1.9))
+  left = [at(n, revised="b") for n in range(40)]
+  assert {r.id for r, _ in left} == {"e", "a", "b"}
+  assert all("a round in four" in why for r, why in left if r.id != "e")
 
 
 RECORD = searching.RECORD

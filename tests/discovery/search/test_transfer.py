@@ -120,7 +120,7 @@ def test_a_gain_on_the_visible_model_alone_is_not_built_upon(finished):
   parents = {e["packet"]["parent"] for e in events(folder, "packet")} - {""}
   assert parents <= {first} | {p for p, accepted in judged.items() if accepted}
   # Also once nothing is left to propose from the retained ones.
-  assert all(record.is_accepted for record in running._parents((BUDGET, 0)))
+  assert all(record.is_accepted for record, _ in running._parents((BUDGET, 0)))
   kept = {record.id for record in running.programs.records}
   assert kept <= {first} | {p for p, accepted in judged.items() if accepted}
   champions = {e["champion"] for e in events(folder, "mark")}

@@ -48,7 +48,23 @@ def test_the_example_is_a_file_of_options(tmp_path):
   text = textwrap.dedent((config.__doc__ or "").partition("::\n")[2])
   made = inputs.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
   assert (made.task["seed"], made.config["max_cost"]) == (3, 5.0)
-  assert [one["weight"] for one in made.proposer["endpoints"]] == [3.0, 1.0]
+  assert made.proposer["base_url"] == "https://example.org/v1"
+  seconds = {name: made.proposer[name] for name in ("deadline", "probe_seconds")}
+  assert seconds == {"deadline": 120.0, "probe_seconds": 60.0}
+  assert made.proposer["key_variable"] == "KEY"
+
+
+def test_single_lines_of_a_file_are_set_on_the_command_line(tmp_path):
+  words = ["--set", "seed=7", "--set", "model=a=b", "--set", "prices=[1, 2]"]
+  words += ["--set=task-options.deep.x=1.5", "--set", "task-options.y=kl", "--out=x"]
+  read = parsed(tmp_path, "run", *words)
+  assert (read.seed, read.model, read.prices) == (7, "a=b", [1.0, 2.0])
+  assert json.loads(read.task_options) == {"deep": {"x": 1.5}, "y": "kl"}
+  assert read.budget == 4, "the rest is the file's"
+  assert parsed(tmp_path, "run", *words, "--seed=8").seed == 8
+  assert "set" not in read.resolved
+  again = parsed(tmp_path, "run", text=config.text(read.resolved))
+  assert again.resolved == read.resolved
 
 
 @pytest.mark.parametrize("start", ["gptq", "hires"])
@@ -137,6 +153,13 @@ REFUSED = [
   ("run --out x --max-tokens -1", "argument --max-tokens"),
   ("run --out x --config /no/such.toml", "/no/such.toml"),
   ("run --out x --config", "expected one argument"),
+  ("run --out x --deadline soon", "argument --deadline: invalid amount"),
+  ("run --out x --endpoints []", "unrecognized arguments"),
+  ("run --out x --set seed", "--set: expected KEY=VALUE"),
+  ("run --out x --set =3", "--set: expected KEY=VALUE"),
+  ("run --out x --set sede=3", "--set: expected options of this command"),
+  ("run --out x --set seed=three", "argument --seed: invalid int value"),
+  ("run --out x --set model=a --set model.b=c", "a value, or for a table"),
   ("run --out x --task-options {objective:kl}", "expected a JSON object in --task-"),
   ("run --out x --task-options [1]", "expected a JSON object in --task-options"),
   ("run --out x --task-options=", "expected a JSON object in --task-options"),
