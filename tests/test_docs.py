@@ -1,11 +1,21 @@
 """The documents name files that exist, and show results that were measured."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import pathlib
 import re
 
+import jax
+import pytest
+
+from mxjax.calibration import fisher
 from mxjax.discovery.tasks.ptq import edit_templates
+from mxjax.methods import METHODS, scale_distillation
+from mxjax.numerics.realization import map_refit, two_sided
+from mxjax.numerics.recovery import mlp_recovery
+from mxjax.numerics.shaping import dyadic_balance, local_interaction, reference_chart
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -14,6 +24,8 @@ DOCUMENTS = sorted(
 TOPS = "benchmarks|discovery|docs|evaluation|examples|models|mxjax|pallas_kernels|tests"
 PATHS = re.compile(rf"\b(?:{TOPS})/[\w./-]*\w\.(?:py|md|json|txt|svg)\b")
 FOLDERS = re.compile(rf"`((?:{TOPS})/[\w/]*)`")
+EXAMPLES = re.compile(r"```python\n(.*?)```\n\n```\n(.*?)```", re.DOTALL)
+NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 INCLUDES = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)$", re.MULTILINE)
 
 
@@ -77,6 +89,60 @@ def test_the_imports_of_the_readme_work():
   lines = [line for line in code[1].splitlines() if re.match("import |from ", line)]
   assert lines
   exec("\n".join(lines), {})
+
+
+def numbers_of_hires():
+  """The constants on the page of HiRes: what surrounds each, and the code's value."""
+  after = METHODS["hires-next"]
+  words = {"two": 2, "three": 3}
+  return words, [
+    (r"\$Cap_(\S+?)\$ bounds", reference_chart.MAX_CONDITION),
+    (r"condition number by (\S+):", reference_chart.MAX_CONDITION),
+    (r"\\\|K\\\|_2 \\le 1/(\d+)", 1 / local_interaction.RADIUS),
+    (r"with \$\|u\| \\le 1/(\d+)", 1 / dyadic_balance.BOUND),
+    (r"\\eta\| \\le 1/(\d+)", 1 / mlp_recovery.L1_BOUND),
+    (r"in (\w+) passes over the columns", METHODS["hires-descent"].descent),
+    (r"\\omega_t = (\S+) \+", 1 - fisher.SHARE),
+    (r"\\omega_t = \S+ \+ (\S+) w_t", fisher.SHARE),
+    (r"\\\|\^2, (\d+) \\cdot", fisher.LARGEST),
+    (r"GPTQ damps \$H\$ by (\S+)\.\n", after.damping),
+    (r"max_condition=(\d+)`", after.max_condition),
+    (r"Groups of (\d+)\s+output rows", two_sided.GROUP),
+    (r"After rounding, (\w+) sweeps", map_refit.SWEEPS),
+    (r"`changes=(\d+)`", after.changes),
+    (r"on chunks of (\d+) tokens", after.tune.length),
+    (r"in (\w+) passes over the calibration set", after.tune.epochs),
+    (r"labels is (\S+) times", scale_distillation.LABELS_BY_NAT),
+    (r"divergence so far, but at most (\S+)\. ", after.tune.label_weight),
+  ]
+
+
+def test_the_page_of_hires_has_the_constants_of_the_code():
+  page = (ROOT / "docs" / "concepts" / "hires.md").read_text()
+  words, numbers = numbers_of_hires()
+  for pattern, value in numbers:
+    shown = re.findall(pattern, page)
+    assert len(shown) == 1, pattern
+    assert float(words.get(shown[0], shown[0])) == pytest.approx(value), pattern
+
+
+@pytest.mark.parametrize("page", ["docs/concepts/one_linear.md"])
+def test_a_page_prints_what_it_shows(page, monkeypatch):
+  # The last digit of a sum may differ between processors; words may not.
+  monkeypatch.chdir(ROOT)
+  examples = EXAMPLES.findall((ROOT / page).read_text())
+  assert examples
+  names = {}
+  for code, shown in examples:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), jax.numpy_rank_promotion("allow"):
+      exec(compile(code, page, "exec"), names)
+    assert NUMBER.sub("#", printed.getvalue()) == NUMBER.sub("#", shown)
+    ours, theirs = (
+      [float(number) for number in NUMBER.findall(text)]
+      for text in (printed.getvalue(), shown)
+    )
+    assert ours == pytest.approx(theirs, rel=0.02, abs=2e-4)
 
 
 def test_every_edit_is_shown_with_its_first_parameters():
