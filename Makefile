@@ -1,7 +1,9 @@
 # Everything needs only Python 3.11 or newer, make and a package index.
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-VENV := .venv
+# An interpreter that is named, as in `make test PYTHON=python3.12`, has an environment
+# of its own.
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 PEERS := .venv-peers
 CUDA_PLUGIN := .cuda-plugin
 
@@ -49,6 +51,8 @@ $(CUDA_PLUGIN)/.installed: $(VENV)/.installed
 kernels: $(CUDA_PLUGIN)/.installed
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/compile_kernels.py
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py
+	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py code sm_80
+	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py matmul sm_80
 
 # The peers' dependencies (torch) never enter the library's own environment.
 # torch goes first, so that no other requirement picks its version.

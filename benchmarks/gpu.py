@@ -1,20 +1,23 @@
-"""Kernels and the packed runtime on one GPU: correctness first, then speed.
+"""All questions to one GPU, within seconds that are given: correctness first.
 
-  python benchmarks/gpu.py --part 1 --out DIR     then parts 2 and 3
-  python benchmarks/gpu.py --smoke --out DIR      tiny shapes, interpreted, any CPU
+  python benchmarks/gpu.py --out DIR                    every part, one after the other
+  python benchmarks/gpu.py --out DIR --part 1 --budget 540
+  python benchmarks/gpu.py --out DIR --tiny             rehearses on a CPU
 
 It needs an unpacked checkout and the packages that mxjax imports, installed or not
-itself. Every section is a process of its own with a time limit, so one that raises,
-hangs or crashes costs itself only; a part takes nine minutes at most. After every
-section `DIR/gpu_part1.json` is written again, with what failed and why; the output of
-all sections is in `DIR/gpu_part1.log`. A goal counts only if the kernels that it uses
-passed their check; parts 2 and 3 read the checks of `gpu_part1.json`.
+itself. Every question is a script of its own that a user can start alone, in a process
+with a time limit: one that raises, hangs or crashes costs itself only, and what it had
+measured stays. `DIR/NAME.json` is its result, `DIR/NAME.log` what it printed, and
+`DIR/gpu_PARTS.json`, written after every question, has the verdicts. A part takes nine
+minutes at most.
+
+A goal counts only if every kernel passed its check, in this call or, for later parts,
+in the result that `--checks` names. The last lines are one table of goals.
 """
 
 import argparse
-import concurrent.futures
+import contextlib
 import datetime
-import itertools
 import json
 import math
 import os
@@ -22,78 +25,102 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-KERNELS = (
-  *("encode", "one code", "few codes", "matmul", "linears of one input", "decode"),
-  *("float8 product", "GPTQ", "recovery", "attention", "prefill attention", "layer"),
-  "Mosaic forms",
-)
-WHOLE = (
-  *("prefill BF16, fastest attention", "prefill BF16", "prefill HiRes"),
-  *("prefill HiRes, float8 products", "decode BF16", "decode HiRes"),
-  "decode HiRes, int8 head",
-)
-"""Whole models, the baselines first."""
-TILES = (
-  *("tiles of encode and decode", "tiles of refinement", "tiles of products"),
-  *("tiles of integer products", "Mosaic forms"),
-)
+CHECKS = "checks"
 PART_SECONDS = 540
-TOGETHER, AT_ONCE = ("check", "tiles"), 7
-"""Sections that run at once by the first word of their names: checks, which time
-nothing, and tiles, whose measurements wait for each other."""
+QUESTIONS = {
+  CHECKS: ("gpu_checks.py", ()),
+  "evaluate": ("gpu_evaluate.py", ()),
+  "generate": ("gpu_generate.py", ()),
+  "build small": ("gpu_build.py", ("--only", "small hires")),
+  "build small, next": ("gpu_build.py", ("--only", "small hires-next")),
+  "build 8B": ("gpu_build.py", ("--only", "8B hires")),
+  "build 8B, next": ("gpu_build.py", ("--only", "8B hires-next")),
+  "kernels": ("gpu_kernels.py", ()),
+}
+"""Scripts and their options, by name."""
 PARTS = {
-  1: {
-    "device": 60,
-    "ceilings": 60,
-    **{f"check {name}": 180 for name in KERNELS},
-    "memory-bound kernels": 150,
-    "packed products": 150,
-    "attention of a prefill": 90,
-    **dict.fromkeys(TILES, 90),
-  },
-  2: {
-    "device": 60,
-    "ceilings": 60,
-    "torch's baselines": 90,
-    **dict.fromkeys(WHOLE, 120),
-  },
-  3: {
-    "device": 60,
-    "ceilings": 60,
-    "build 8B": 360,
-    "trained model": 270,
-    "prefill 32B": 120,
-  },
+  1: {CHECKS: 150, "evaluate": 180, "build small": 210},
+  2: {"generate": 240, "build small, next": 300},
+  3: {"build 8B": 470},
+  4: {"kernels": 150, "build 8B, next": 380},
 }
-"""Sections of each part in order, with their largest seconds."""
-FORWARD = (
-  *("one code", "matmul", "linears of one input", "recovery", "layer"),
-  "prefill attention",
-)
+"""Questions of each part in order, with their largest seconds."""
+
+
+def tokens_over_torch(result, side, measure):
+  """Tokens a second of a side of `gpu_evaluate.py`, over torch's."""
+  parts = result["parts"]
+  rate = lambda name: parts[name][measure]["tokens_per_s"]
+  return rate(side) / rate("torch")
+
+
+def first_over_torch(result, side):
+  """Milliseconds to a first token of a side of `gpu_generate.py`, over torch's."""
+  ms = lambda name: result["parts"][name]["first token 1 x 2048"]["ms"]
+  return ms(side) / ms("torch")
+
+
+def seconds_of(result, build):
+  """Seconds of a build that ended well."""
+  entry = result["builds"][build]
+  return entry["seconds"] if entry["status"] == "ok" else math.nan
+
+
 GOALS = {
-  "encode, share of copy bandwidth": (0.80, "at least", ("encode",)),
-  "HiRes forward, times BF16": (1.10, "at most", FORWARD),
-  "HiRes forward, float8 products, times BF16": (
-    *(1.00, "at most", (*FORWARD, "decode", "float8 product")),
+  "likelihoods of 200 items, HiRes, first pass, s": (
+    *("evaluate", 8.0, "at most"),
+    lambda r: r["parts"]["hires"]["likelihoods"]["first_s"],
   ),
-  "HiRes decode, times BF16 tokens a second": (
-    *(2.5, "at least", (*FORWARD, "attention")),
+  "likelihoods, HiRes, tokens a second / torch": (
+    *("evaluate", 1.0, "at least"),
+    lambda r: tokens_over_torch(r, "hires", "likelihoods"),
   ),
-  "8B build, minutes": (5.0, "at most", ("one code", "GPTQ")),
+  "likelihoods, our BF16, tokens a second / torch": (
+    *("evaluate", 1.0, "at least"),
+    lambda r: tokens_over_torch(r, "bf16", "likelihoods"),
+  ),
+  "perplexity, HiRes, tokens a second / torch": (
+    *("evaluate", 1.0, "at least"),
+    lambda r: tokens_over_torch(r, "hires", "perplexity"),
+  ),
+  "first token of 2,048, HiRes / torch": (
+    *("generate", 1.0, "at most"),
+    lambda r: first_over_torch(r, "hires"),
+  ),
+  "first token of 2,048, our BF16 / torch": (
+    *("generate", 1.1, "at most"),
+    lambda r: first_over_torch(r, "bf16"),
+  ),
+  "a prompt in a new bucket, HiRes, s": (
+    *("generate", 2.0, "at most"),
+    lambda r: r["parts"]["hires"]["a new bucket"]["seconds"],
+  ),
+  **{
+    f"small Qwen3 by {method}, {which}, s": (
+      *(name, bound, "at most"),
+      lambda r, build=f"small {method}, {which}": seconds_of(r, build),
+    )
+    for name, method, which, bound in (
+      ("build small", "hires", "cold", 60.0),
+      ("build small", "hires", "kept", 20.0),
+      ("build small, next", "hires-next", "cold", 120.0),
+      ("build small, next", "hires-next", "kept", 40.0),
+    )
+  },
+  "8B by hires, cold, minutes": (
+    *("build 8B", 2.5, "at most"),
+    lambda r: r["whole_model_minutes"]["8B hires"],
+  ),
 }
-"""Bound, its sense, and the kernels that it rests on."""
-PREDICTIONS = json.loads((HERE / "results" / "gpu_predictions.json").read_text())
-"""Ranges by goal, and by section and name: written before any GPU ran this."""
+"""The question that answers it, the bound, its sense, and where the value is."""
 
 
-def execute(name, limit, command, environment):
-  """Runs a section to its end or limit; returns its entry and its output."""
-  start = time.monotonic()
-  with tempfile.TemporaryFile() as output:
+def execute(command, environment, limit, log):
+  """Runs a question to its end or limit; returns how it ended, in words."""
+  with log.open("w") as output:
     process = subprocess.Popen(
       command,
       stdout=output,
@@ -105,141 +132,160 @@ def execute(name, limit, command, environment):
       code = process.wait(limit)
     except subprocess.TimeoutExpired:
       code = None
+      # Asked first, so that it ends what it started in groups of their own.
+      process.send_signal(signal.SIGINT)
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
-      process.wait()
-    output.seek(0)
-    text = output.read().decode(errors="replace")
-  entry = {"seconds": round(time.monotonic() - start, 1), "status": "ok"}
+    process.wait()
   if code is None:
-    entry["status"] = f"stopped after {limit:.0f} s"
-  elif code < 0:
-    entry["status"] = f"killed by {signal.Signals(-code).name}"
-  elif code:
-    last = text.strip().splitlines() or [""]
-    entry["status"] = f"exit code {code}: {last[-1]}"
-  return entry, f"\n== {name}: {entry['status']}, {entry['seconds']} s\n{text}"
+    return f"stopped after {limit:.0f} s"
+  if code < 0:
+    return f"killed by {signal.Signals(-code).name}"
+  last = log.read_text(errors="replace").strip().splitlines() or [""]
+  return f"exit code {code}: {last[-1][:200]}" if code else "ok"
 
 
-class Part:
-  """One part of the run: its sections, their results, and the goals."""
+class Run:
+  """One call: its questions, how they ended, and the goals."""
 
-  def __init__(self, number, options):
-    self.number, self.options = number, options
+  def __init__(self, options):
+    self.options = options
     self.end = time.monotonic() + options.budget
-    self.scratch = pathlib.Path(tempfile.mkdtemp(prefix="mxjax-gpu-"))
-    self.results, self.log = {}, ""
+    self.ended = {}
 
-  def run(self):
-    sections = dict(PARTS[self.number])
-    if self.options.only:
-      sections = {k: v for k, v in sections.items() if k in self.options.only}
-    alone = lambda name: name if name.split()[0] not in TOGETHER else name.split()[0]
-    for _, batch in itertools.groupby(sections, alone):
-      with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for name, entry, text in pool.map(
-          lambda name: self.section(name, sections[name]), batch
-        ):
-          self.results[name] = entry
-          self.log += text
-          print(text, flush=True)
-          self.save()
-    return self.summary()
+  def file(self, name):
+    """Where a question writes its result."""
+    return self.options.out / f"{name.replace(', ', '_').replace(' ', '_')}.json"
 
-  def section(self, name, limit):
-    left = self.end - time.monotonic()
-    if left < 5:
-      return name, {"status": "left out: no time"}, f"\n== {name}: left out, no time\n"
-    file = self.scratch / f"{name}.json"
-    command = [sys.executable, str(HERE / "gpu_sections.py"), name, "--out", str(file)]
-    command += ["--earlier", str(self.scratch)]
-    command += ["--compiled", self.options.compiled]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if self.options.smoke:
-      command.append("--smoke")
-      environment["JAX_PLATFORMS"] = "cpu"
-      limit = left  # A busy CPU says nothing of how long a GPU takes.
-    entry, text = execute(name, min(limit, left), command, environment)
-    if entry["status"] == "ok":
-      entry |= json.loads(file.read_text())
-    if predicted := PREDICTIONS["predicted"].get(name):
-      entry["predicted"] = predicted
-    return name, entry, text
+  def ask(self, name, limit):
+    """Asks one question, as far as there is time."""
+    script, words = QUESTIONS[name]
+    left, start = self.end - time.monotonic(), time.monotonic()
+    if not (HERE / script).is_file():
+      status = "left out: no script"
+    elif left < 5:
+      status = "left out: no time"
+    else:
+      file = self.file(name)
+      file.parent.mkdir(parents=True, exist_ok=True)
+      command = [sys.executable, str(HERE / script), *words, "--out", str(file)]
+      # Packages that are not installed may be found there.
+      given = os.environ.get("PYTHONPATH", "")
+      environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), given])),
+        "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+      }
+      # What compiles is what a user waits for.
+      environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+      if self.options.tiny:
+        command.append("--tiny")
+        environment["JAX_PLATFORMS"] = "cpu"
+        limit = left  # A busy CPU says nothing of how long a GPU takes.
+      if script == "gpu_build.py":
+        command += ["--data", str(self.options.data)]
+      status = execute(command, environment, min(limit, left), file.with_suffix(".log"))
+    self.ended[name] = {
+      "status": status,
+      "seconds": round(time.monotonic() - start, 1),
+    }
+    print(f"{name}: {status}, {self.ended[name]['seconds']} s", flush=True)
+    if (table := self.file(name).with_suffix(".md")).is_file():
+      print(table.read_text(), flush=True)
+    self.save()
 
-  def checked(self):
-    """Whether each kernel passed its check, in this part or in part 1 before it."""
-    known, file = self.results, self.options.out / "gpu_part1.json"
-    if self.number > 1 and file.is_file():
-      known = json.loads(file.read_text())["results"]
-    entries = {name: known.get(f"check {name}", {}) for name in KERNELS}
-    return {name: bool(entry.get("passed")) for name, entry in entries.items()}
+  def result(self, name):
+    """What a question wrote, empty if it wrote nothing."""
+    file = self.file(name)
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+  def failed_checks(self):
+    """Names of the kernels that failed; None if not all were checked."""
+    file = self.options.checks or self.file(CHECKS)
+    if not file.is_file():
+      return None
+    checked = json.loads(file.read_text())
+    entries = checked["checks"]
+    if set(entries) != set(checked["all checks"]):
+      return None
+    return [name for name, entry in entries.items() if not entry["passed"]]
 
   def goals(self):
-    passed, goals = self.checked(), {}
-    for entry in self.results.values():
-      for name, value in entry.get("goals", {}).items():
-        bound, sense, kernels = GOALS[name]
-        is_met = value >= bound if sense == "at least" else value <= bound
-        failed = [kernel for kernel in kernels if not passed[kernel]]
-        verdict = "met" if is_met else "not met"
-        if failed or not math.isfinite(value):
-          verdict = f"void: {', '.join(failed) or 'no number'}"
-        goals[name] = {"value": value, "goal": f"{sense} {bound}", "verdict": verdict}
-        goals[name]["predicted"] = PREDICTIONS["goals"][name]
-    return goals
-
-  def document(self):
-    flags = "--smoke" if self.options.smoke else f"--part {self.number}"
-    return {
-      "command": f"python benchmarks/gpu.py {flags}",
-      "date": datetime.date.today().isoformat(),
-      "goals": self.goals(),
-      "results": self.results,
-    }
+    """Verdicts by goal, of the questions that were asked."""
+    failed, found = self.failed_checks(), {}
+    for name, (question, bound, sense, value_of) in GOALS.items():
+      if question not in self.ended:
+        continue
+      try:
+        value = float(value_of(self.result(question)))
+      except (KeyError, TypeError, ZeroDivisionError):
+        value = math.nan
+      is_met = value >= bound if sense == "at least" else value <= bound
+      verdict = "met" if is_met else "not met"
+      if failed is None or failed:
+        verdict = f"void: {', '.join(failed or ['kernels were not checked'])}"
+      elif math.isnan(value):
+        verdict = "not measured"
+      value = None if math.isnan(value) else value
+      found[name] = {"value": value, "goal": f"{sense} {bound}", "verdict": verdict}
+    return found
 
   def save(self):
-    """Writes result and log; on a full disk the result is printed instead."""
-    text = json.dumps(self.document(), indent=1)
+    """Writes what is known; on a full disk it is printed instead."""
+    document = {
+      "command": f"python benchmarks/{pathlib.Path(__file__).name}",
+      "date": datetime.date.today().isoformat(),
+      "parts": self.options.part,
+      "questions": self.ended,
+      "goals": self.goals(),
+    }
+    text = json.dumps(document, indent=1)
     try:
       self.options.out.mkdir(parents=True, exist_ok=True)
-      name = f"gpu_part{self.number}"
-      (self.options.out / f"{name}.json").write_text(text + "\n")
-      (self.options.out / f"{name}.log").write_text(self.log)
+      parts = "".join(map(str, self.options.part))
+      (self.options.out / f"gpu_{parts}.json").write_text(text + "\n")
     except OSError as error:
-      print(
-        f"gpu: cannot write {self.options.out}: {error}; the result so far:\n{text}"
-      )
+      print(f"gpu: cannot write {self.options.out}: {error}; so far:\n{text}")
 
   def summary(self):
-    """Prints goals and failures; returns whether everything ran and passed."""
-    print(f"\n== part {self.number}" + (" (smoke)" if self.options.smoke else ""))
+    """Prints the table; returns whether every question was answered."""
+    rows = [["question or goal", "value", "goal", "verdict"], ["---"] * 4]
+    for name, entry in self.ended.items():
+      rows.append([name, f"{entry['seconds']} s", "", entry["status"]])
     for name, goal in self.goals().items():
-      low, high = goal["predicted"]
-      print(
-        f"{goal['verdict']:8s} {name}: {goal['value']:.3f}, {goal['goal']}, predicted "
-        f"{low} to {high}"
-      )
-    bad = {n: e["status"] for n, e in self.results.items() if e["status"] != "ok"}
-    wrong = [n for n, e in self.results.items() if e.get("passed") is False]
-    for name, status in bad.items():
-      print(f"{name}: {status}")
-    for name in wrong:
-      print(f"{name}: differs from its reference")
-    return not bad and not wrong
+      value = "-" if goal["value"] is None else f"{goal['value']:.2f}"
+      rows.append([name, value, goal["goal"], goal["verdict"]])
+    print("\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows), flush=True)
+    is_done = all(entry["status"] == "ok" for entry in self.ended.values())
+    return is_done and not self.failed_checks()
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--part", type=int, choices=sorted(PARTS), nargs="+")
-  parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-  parser.add_argument("--smoke", action="store_true")
-  parser.add_argument("--budget", type=float, default=PART_SECONDS, help="of a part, s")
-  parser.add_argument("--only", nargs="+", help="these sections")
-  compiled = pathlib.Path(tempfile.gettempdir()) / "mxjax-gpu-compiled"
-  parser.add_argument("--compiled", default=str(compiled))
+  """Asks the questions of the parts in turn."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
+  parser.add_argument("--part", type=int, choices=PARTS, nargs="+", default=list(PARTS))
+  parser.add_argument("--only", nargs="+", choices=QUESTIONS, help="these questions")
+  help = f"seconds of all of it; {PART_SECONDS} a part if it is left out"
+  parser.add_argument("--budget", type=float, help=help)
+  parser.add_argument("--checks", type=pathlib.Path, help="checks of an earlier call")
+  data = HERE.parent.parent / "shared" / "data"
+  parser.add_argument("--data", type=pathlib.Path, default=data, help="folder of texts")
+  parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU")
   options = parser.parse_args()
-  numbers = options.part or sorted(PARTS)
-  results = [Part(number, options).run() for number in numbers]
-  return 0 if all(results) else 1
+  options.out, options.data = options.out.resolve(), options.data.resolve()
+  options.budget = options.budget or PART_SECONDS * len(options.part)
+  run = Run(options)
+  for part in options.part:
+    for name, limit in PARTS[part].items():
+      if not options.only or name in options.only:
+        run.ask(name, limit)
+  return 0 if run.summary() else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention on a GPU: checks of the kernels, and a prefill's by all who offer one."""
+"""Checks of the attention kernels for `gpu_checks.py`."""
 
 import functools
 
@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.models import functional
-from mxjax.pallas_kernels.attention import prefill
 from mxjax.pallas_kernels.refinement import fused_inputs
-
-TILES = ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2))
-"""Queries, keys, warps and stages to try; the first is the kernel's own choice."""
 
 
 def exact_attention(queries, keys, values, start, window):
@@ -108,50 +104,3 @@ def check_prefill(rng, how, size):
       errors[f"{name}, window {window}"] = float(error / np.abs(want).max() / 2.0**-6)
   passed = all(e <= 1 for e in errors.values())
   return {"error_in_bounds": errors, "passed": passed}
-
-
-def by_cudnn(queries, keys, values):
-  """Attention of whole sequences by cuDNN, in the shape of ours."""
-  how = {"is_causal": True, "implementation": "cudnn"}
-  outputs = jax.nn.dot_product_attention(queries, keys, values, **how)
-  return outputs.reshape(*queries.shape[:2], -1)
-
-
-def time_prefill(bench, shape):
-  """A layer's attention of 2,048 tokens: by our kernel, by XLA, and by cuDNN.
-
-  All are compared with XLA first; `choose` names the fastest that ran and agreed, so
-  that the default can follow.
-  """
-  tokens, keys = bench.size(2048, 40), jax.random.split(jax.random.key(5), 3)
-  draw = lambda key, heads: jax.random.normal(
-    key, (1, tokens, heads, shape.head_dim), jnp.bfloat16
-  )
-  operands = draw(keys[0], shape.heads), *(draw(k, shape.kv_heads) for k in keys[1:])
-  attend = functional.causal_attention
-  runs = {"xla": jax.jit(functools.partial(attend, implementation="xla"))}
-  for tile in TILES[: bench.size(len(TILES), 1)]:
-    how = {"tile": prefill.Tile(*tile), "interpret": bench.smoke}
-    name = "pallas, " + " x ".join(map(str, tile))
-    runs[name] = jax.jit(functools.partial(prefill.launch, **how))
-  if not bench.smoke:
-    runs["cudnn"] = jax.jit(by_cudnn)
-  want, errors, failed = None, {}, {}
-  for name, run in runs.items():
-    try:
-      got = jax.block_until_ready(run(*operands)).astype(jnp.float32)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-      failed[name] = str(error)[:200]
-      continue
-    want = got if want is None else want
-    errors[name] = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-  times = bench.measure_kernels({name: (runs[name], operands) for name in errors})
-  for result in times.values():
-    result["TFLOPs"] = shape.attention_flop(tokens) / result["ms"] / 1e9
-  agree = [name for name, error in errors.items() if error < 2.0**-6]
-  return {
-    "times": times,
-    "error_of_norm": errors,
-    "failed": failed,
-    "choose": min(agree, key=lambda name: times[name]["ms"]),
-  }

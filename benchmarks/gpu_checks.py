@@ -1,22 +1,20 @@
-"""Correctness of every kernel against its reference, with fresh random inputs.
-
-  PYTHONPATH=. python benchmarks/gpu_checks.py [name part]
-
-runs the checks by themselves, in one process that compiles side by side, on the GPU
-that is there; without one they are small and interpreted. `gpu.py` runs each in a
-process of its own.
+"""Are the kernels right? Every one against its reference, with fresh random inputs.
 
 Inputs are drawn anew at every run (the seed is in the result), with what breaks
 kernels planted in them: ties, zero blocks, outliers, cut tiles. Codes are compared bit
 for bit where the arithmetic is the same, by the objective reached where it is not.
+
+  python benchmarks/gpu_checks.py             # at most 2.5 minutes on an H100
+  python benchmarks/gpu_checks.py --tiny      # interprets the kernels on a CPU
 """
 
 import concurrent.futures
 import functools
 import secrets
 import sys
-import time
+import traceback
 
+import common
 import gpu_attention
 import gpu_models
 import jax
@@ -324,7 +322,7 @@ def check_recovery(rng, how, size):
 def check_layer(rng, how, size):
   """A whole HiRes layer by all kernels: many tokens, and one beside a cache of them."""
   shape = gpu_models.Shape("small", 128, 160, 1, 4, 2, 32, 61)
-  layer = gpu_models.random_layer(jax.random.key(rng.integers(99)), shape, "HiRes")
+  layer = gpu_models.random_layer(jax.random.key(rng.integers(99)), shape)
   draw = lambda *sides: jnp.asarray(rng.standard_normal(sides), jnp.bfloat16)
   past = {name: draw(1, size, shape.kv_heads, shape.head_dim) for name in ("k", "v")}
   cases = {
@@ -334,9 +332,7 @@ def check_layer(rng, how, size):
   errors = {}
   for name, arguments in cases.items():
     got, want = (
-      jax.jit(functools.partial(gpu_models.forward_layer, shape, None, i, layer))(
-        *arguments
-      )
+      jax.jit(functools.partial(gpu_models.forward_layer, shape, i, layer))(*arguments)
       for i in (how, "xla")
     )
     wide = [jax.tree.map(lambda a: a.astype(jnp.float32), each) for each in (got, want)]
@@ -381,24 +377,43 @@ def run(how, seed, size, pool):
   return results
 
 
+def attempt(name, how, seed, size):
+  """A check by name; one that raises has failed, and the others go on."""
+  try:
+    return CHECKS[name](np.random.default_rng(seed), how, size)
+  except Exception as error:
+    traceback.print_exc()
+    return {"passed": False, "raised": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
 def main():
-  """Runs the checks whose name contains the first argument, or all."""
-  global CHECKS
-  selected = sys.argv[1] if len(sys.argv) > 1 else ""
-  CHECKS = {name: check for name, check in CHECKS.items() if selected in name}
-  target, seed = implementations.target(), secrets.randbits(32)
-  is_gpu = target.obstacle() is None
-  print(f"jax {jax.__version__}, {target}, seed {seed}", flush=True)
-  start = time.perf_counter()
-  with concurrent.futures.ThreadPoolExecutor(8 if is_gpu else 1) as pool:
-    how, size = ("pallas", 512) if is_gpu else ("interpret", 40)
-    results = run(how, seed, size, pool)
-  failed = [name for name, result in results.items() if not result["passed"]]
-  print(f"{time.perf_counter() - start:.0f} s, failed: {', '.join(failed) or 'none'}")
-  return 1 if failed else 0
+  """Runs the checks side by side, since compilation takes most of their time."""
+  parser = common.parser(__doc__, tiny=True)
+  parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+  options = parser.parse_args()
+  how, size = ("interpret", 40) if options.tiny else ("pallas", 512)
+  if not options.tiny and jax.default_backend() != "gpu":
+    sys.exit("gpu_checks: there is no GPU; --tiny interprets the kernels on a CPU.")
+  seed = secrets.randbits(32)
+  device = jax.devices()[0].device_kind
+  result = common.stamp() | {"device": device, "seed": seed}
+  result |= {"all checks": options.only, "checks": {}}
+  with concurrent.futures.ThreadPoolExecutor(2 if options.tiny else 7) as pool:
+    running = {
+      pool.submit(attempt, name, how, seed, size): name for name in options.only
+    }
+    for done in concurrent.futures.as_completed(running):
+      result["checks"][running[done]] = entry = done.result()
+      verdict = "ok" if entry["passed"] else "FAILED"
+      print(f"{running[done]}: {verdict}", flush=True)
+      rows = [
+        [name, "ok" if made["passed"] else "FAILED", made.get("skipped", "")]
+        for name, made in result["checks"].items()
+      ]
+      text = common.markdown(["kernel", "against its reference", "left out"], rows)
+      common.finish(options, result, text)
+  sys.exit(any(not entry["passed"] for entry in result["checks"].values()))
 
 
 if __name__ == "__main__":
-  # What the checks import finds this file by its name.
-  sys.modules["gpu_checks"] = sys.modules["__main__"]
-  sys.exit(main())
+  main()

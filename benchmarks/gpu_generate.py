@@ -11,12 +11,18 @@ tokens; and a step at several batch sizes beside 2,048 tokens of context.
 
   python benchmarks/gpu_generate.py            # 4 layers: at most 200 s on an H100
   python benchmarks/gpu_generate.py --tiny     # rehearses on a CPU
+
+What XLA's trials of products cost at a new bucket, and gain in the first token, shows
+a second run, with another --out, under
+
+  XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """
 
 import concurrent.futures
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -28,7 +34,6 @@ import common
 
 PARTS = ("torch", "bf16", "hires")
 BASE = "torch"
-WHOLE_LAYERS = 36
 SECONDS = {"torch": 80, "bf16": 50, "hires": 100}
 """After which a part is stopped; what it had measured stays."""
 
@@ -429,7 +434,11 @@ def main():
   rows = compared(measured)
   head = ["ms", "torch BF16", "our BF16", "HiRes", "BF16 / torch", "HiRes / torch"]
   text = common.markdown([*head, "HiRes / BF16"], rows)
-  result = common.stamp() | {"sizes": dataclasses.asdict(sizes), "parts": parts}
+  result = common.stamp() | {
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    "sizes": dataclasses.asdict(sizes),
+    "parts": parts,
+  }
   if failures:
     result["failures"] = failures
     text += f"\nNot measured to the end: {failures}\n"

@@ -1,10 +1,9 @@
-"""Random-weight models of real shapes, and one layer function for all kinds of leaf.
+"""Random models of Qwen3's shapes for the scripts that ask something of a GPU.
 
-Time does not depend on what weights hold, but it does depend on every layer having
-its own. `random_model` is what users run, with the library's own attention. In
-`forward_layer` norms, rotary positions and products are the library's, and attention
-is the fastest that this machine offers: a baseline of bfloat16. Qwen3's norms of
-queries and keys are left out on all sides.
+Time does not depend on what weights hold, but it does depend on every layer having its
+own, and on codes, scales and tables that belong to a weight: quantized leaves encode
+one. `random_model` is what users run, with Qwen3's norms of queries and keys; the check
+of a whole layer runs `forward_layer`, whose implementation it chooses, without them.
 """
 
 import dataclasses
@@ -13,12 +12,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+import mxjax
 from mxjax.layers.inference_packing import pack_for_inference
-from mxjax.layers.linear import linear, linear_many
+from mxjax.layers.linear import linear_many
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM, ModelConfig, functional
-from mxjax.models.parameters import layer_norms
+from mxjax.models.parameters import insert, parameter_shapes
 from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
@@ -54,97 +55,71 @@ class Shape:
       "down": (d, f),
     }
 
-  def weights(self):
-    """Weights of one layer's linears."""
-    return sum(m * d for m, d in self.linears().values())
-
-  def linear_flop(self, tokens):
-    """Of one layer's linears."""
-    return 2 * tokens * self.weights()
-
-  def attention_flop(self, tokens):
-    """Of one layer's causal attention, the masked half not counted."""
-    return 2 * tokens * tokens * self.heads * self.head_dim
-
 
 QWEN3_8B = Shape("Qwen3-8B-shaped", 4096, 12288, 36, 32, 8, 128, 151936)
-QWEN3_32B = Shape("Qwen3-32B-shaped", 5120, 25600, 64, 64, 8, 128, 151936)
-TINY = Shape("tiny", 64, 96, 2, 4, 2, 16, 61)
+TINY = Shape("tiny", 64, 96, 2, 4, 2, 16, 512)
 
 
 @functools.partial(jax.jit, static_argnames=("m", "d", "quantized"))
 def random_linear(key, m, d, quantized):
-  """A bfloat16 weight, or a HiRes leaf with a map and refinement tables."""
-  keys = jax.random.split(key, 5)
+  """A bfloat16 weight, or its HiRes leaf: a map near the identity, and its tables."""
+  of_weight, of_map = jax.random.split(key)
+  dense = (jax.random.normal(of_weight, (m, d)) * d**-0.5).astype(jnp.bfloat16)
   if not quantized:
-    return jax.random.normal(keys[0], (m, d), jnp.bfloat16) * d**-0.5
+    return dense
   blocks = d // 32
-  weight = mxfp4.MXTensor(
-    jax.random.bits(keys[0], (m, d // 2), jnp.uint8),
-    jnp.full((m, blocks), 118, jnp.uint8),
-  )
+  near = jnp.eye(32) + 0.05 * jax.random.normal(of_map, (blocks, 32, 32))
+  wide = lambda a: a.reshape(m, blocks, 32)
+  packed = mxjax.encode(dense.astype(jnp.float32))
+  got = wide(mxjax.decode(packed, jnp.float32))
+  how = {"precision": jax.lax.Precision.HIGHEST}
+  gram = jnp.einsum("mbi,mbj->bij", got, got, **how)
+  cross = jnp.einsum("mbi,mbj->bij", got, wide(dense.astype(jnp.float32)) - got, **how)
+  rule = OneCode(one_code.pack_symmetric(gram), cross)
+  return QuantizedLinear(packed, BlockDense(near), rule)
+
+
+@functools.partial(jax.jit, static_argnames=("m", "d"))
+def steady_linear(key, m, d):
+  """A HiRes leaf whose tables are near a multiple of the identity.
+
+  Few of its codes change if an input's rounding does: two implementations of a layer of
+  them can be compared.
+  """
+  keys = jax.random.split(key, 4)
+  blocks = d // 32
+  codes = jax.random.bits(keys[0], (m, d // 2), jnp.uint8)
+  weight = mxfp4.MXTensor(codes, jnp.full((m, blocks), 118, jnp.uint8))
   signs = jax.random.rademacher(keys[1], (blocks, 1, 32), jnp.float32)
   rows, columns = jnp.triu_indices(32)
   diagonal = (rows == columns).astype(jnp.float32)[None]
-  noise = jax.random.normal(keys[2], (blocks, 528), jnp.float32)
-  gram = 32 * diagonal + noise
+  gram = 32 * diagonal + jax.random.normal(keys[2], (blocks, 528), jnp.float32)
   cross = 0.1 * jax.random.normal(keys[3], (blocks, 32, 32), jnp.float32)
-  return QuantizedLinear(
-    weight, BlockDense(hadamard(32)[None] * signs), OneCode(gram, cross)
-  )
+  turned = BlockDense(hadamard(32)[None] * signs)
+  return QuantizedLinear(weight, turned, OneCode(gram, cross))
 
 
-KINDS = ("HiRes", "HiRes, float8 products", "BF16")
+def corrections(kv_heads):
+  """Both recoveries of a layer, near the identity."""
+  one, heads = jnp.ones(()), jnp.ones(kv_heads)
+  of_mlp = MlpRecovery(0.01 * one, 0.01 * one, 0.01 * one, one)
+  return ValueRecovery(heads, 0.01 * heads), of_mlp
 
 
-def random_layer(key, shape, kind):
-  """The params of one layer."""
-  quantized = kind != "BF16"
+def random_layer(key, shape):
+  """The params of `forward_layer` in HiRes form."""
   keys = jax.random.split(key, 7)
   params = {
-    name: random_linear(k, m, d, quantized)
+    name: steady_linear(k, m, d)
     for k, (name, (m, d)) in zip(keys, shape.linears().items(), strict=True)
   }
   params["norms"] = [jnp.ones(shape.hidden, jnp.bfloat16)] * 2
-  if quantized:
-    one = jnp.ones((), jnp.float32)
-    params["mlp_recovery"] = MlpRecovery(0.01 * one, 0.01 * one, 0.01 * one, one)
-    heads = jnp.ones(shape.kv_heads, jnp.float32)
-    params["value_recovery"] = ValueRecovery(heads, 0.01 * heads)
-  if "float8" in kind:
-    params = pack_for_inference(params, tables=False, products="float8")
+  params["value_recovery"], params["mlp_recovery"] = corrections(shape.kv_heads)
   return params
 
 
-def random_head(key, shape):
-  """Final norm and an untied bfloat16 head."""
-  head = jax.random.normal(key, (shape.vocabulary, shape.hidden), jnp.bfloat16)
-  return {"norm": jnp.ones(shape.hidden, jnp.bfloat16), "head": head * 0.02}
-
-
-def fastest_attention():
-  """`cudnn` where it runs, `xla` otherwise, and why."""
-  if jax.default_backend() != "gpu":
-    return "xla", "no GPU"
-  probe = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
-  attend = functools.partial(
-    jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-  )
-  try:
-    jax.block_until_ready(jax.jit(attend)(probe, probe, probe))
-  except (RuntimeError, NotImplementedError, ValueError) as error:
-    return "xla", f"cudnn failed: {str(error)[:200]}"
-  return "cudnn", "it ran"
-
-
-def forward_layer(
-  shape, attention, implementation, params, hidden, cache=None, start=0
-):
-  """One decoder layer on `[1, T, d]`; with a cache, on the token at `start`.
-
-  `attention` is an implementation of `jax.nn.dot_product_attention`, or None for the
-  library's own.
-  """
+def forward_layer(shape, implementation, params, hidden, cache=None, start=0):
+  """One decoder layer on `[1, T, d]`; with a cache, on the token at `start`."""
   multiply = functools.partial(linear_many, implementation=implementation)
   frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
   by_head = (*hidden.shape[:2], -1, shape.head_dim)
@@ -157,12 +132,8 @@ def forward_layer(
     v = recovery.recover_values(
       v, params["value_recovery"], implementation=implementation
     )
-  if cache is None and attention is None:
+  if cache is None:
     out = functional.causal_attention(q, k, v, implementation=implementation)
-  elif cache is None:
-    out = jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, implementation=attention
-    ).reshape(*hidden.shape[:2], -1)
   else:
     past = cache["k"], cache["v"]
     out, (k, v) = functional.cached_attention(
@@ -178,7 +149,7 @@ def forward_layer(
   return hidden + made, cache
 
 
-def config_of(shape, layers=None):
+def config_of(shape, layers=None, *, positions=32768, qk_norm="head"):
   """The configuration of a `CausalLM` of this shape in bfloat16."""
   return ModelConfig(
     vocab_size=shape.vocabulary,
@@ -191,50 +162,26 @@ def config_of(shape, layers=None):
     norm_eps=1e-6,
     rope_theta=1e6,
     tie_embeddings=False,
-    max_positions=4096,
+    max_positions=positions,
     dtype="bfloat16",
+    qk_norm=qk_norm,
+    family="qwen3" if qk_norm == "head" else "llama",
   )
 
 
-def random_model(key, shape, kind, layers=None):
-  """A `CausalLM` as users run it, and random params of this kind of leaf."""
+def random_model(shape, kind, layers=None):
+  """A `CausalLM` and random params: `BF16`, or `HiRes` in the fastest products."""
   config = config_of(shape, layers)
-  keys = jax.random.split(key, config.num_layers + 1)
-  one = jnp.ones(shape.hidden, jnp.bfloat16)
-  head = random_head(keys[-1], shape)["head"]
-  params = {
-    "embed_tokens": {"weight": head},
-    "norm": {"weight": one},
-    "lm_head": {"weight": head[::-1]},
-  }
-  for index in range(config.num_layers):
-    layer = random_layer(keys[index], shape, kind)
-    inside = {"self_attn": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down")}
-    blocks = {
-      block: {f"{name}_proj": {"weight": layer[name]} for name in names}
-      for block, names in inside.items()
-    }
-    if kind != "BF16":
-      blocks["self_attn"]["value_recovery"] = layer["value_recovery"]
-      blocks["mlp"]["mlp_recovery"] = layer["mlp_recovery"]
-    norms = {name: {"weight": one} for name in layer_norms(config)}
-    params[f"layers_{index}"] = {**blocks, **norms}
-  return CausalLM(config), params
-
-
-def forward_head(params, hidden):
-  """Logits of all positions, bfloat16."""
-  return linear(fused_inputs.Normalized(hidden, params["norm"], 1e-6), params["head"])
-
-
-def forward_all(shape, attention, implementation, layers, head, hidden):
-  """Logits `[1, T, vocabulary]` of hidden states by all layers."""
-  for layer in layers:
-    hidden, _ = forward_layer(shape, attention, implementation, layer, hidden)
-  return forward_head(head, hidden)
-
-
-def empty_cache(shape, positions):
-  """Keys of zeros and values of ones."""
-  keys = jnp.zeros((1, positions, shape.kv_heads, shape.head_dim), jnp.bfloat16)
-  return {"k": keys, "v": keys + 1}
+  shapes, params = parameter_shapes(config), {}
+  keys = jax.random.split(jax.random.key(7), len(shapes))
+  for key, (path, size) in zip(keys, shapes.items(), strict=True):
+    is_target = kind != "BF16" and path[-2].endswith("_proj")
+    one = lambda size=size: jnp.ones(size, jnp.bfloat16)
+    leaf = one() if len(size) == 1 else random_linear(key, *size, is_target)
+    insert(params, path, leaf)
+  if kind != "BF16":
+    for index in range(config.num_layers):
+      layer, made = params[f"layers_{index}"], corrections(config.num_kv_heads)
+      layer["self_attn"]["value_recovery"], layer["mlp"]["mlp_recovery"] = made
+    params = pack_for_inference(params, tables=False)
+  return CausalLM(config), jax.block_until_ready(params)

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import prefill_cpu
 
 from mxjax import models
-from mxjax.audit import plan, sizes
+from mxjax.audit import plan
 from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.layers import sizes
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import families

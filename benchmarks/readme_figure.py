@@ -1,91 +1,130 @@
-"""The figure of the README: error against stored bits a weight, all methods.
+"""The figure of the README: KL against all stored bytes, and these bytes by model size.
 
   python benchmarks/readme_figure.py
 
-Reads results/compare_smollm2.json and writes docs/images/error_against_bits.svg, whose
-colors follow the reader's light or dark scheme.
+Reads results/stored_bytes.json and writes docs/images/kl_against_bytes.svg, whose
+colors follow the reader's light or dark scheme. On the left is what was measured, on
+SmolLM2-135M-Instruct; on the right are bytes alone.
 """
 
 import json
 import math
 import pathlib
+import re
 
 HERE = pathlib.Path(__file__).parent
-FIGURE = HERE.parent / "docs" / "images" / "error_against_bits.svg"
-TITLE = "Operator error on SmolLM2-135M under one contract, lower is better"
-WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 90, 52, 48
-BITS, ERRORS = (4.0, 8.2), (0.0115, 0.0345)
-NAMES = {
-  "batquant:tokens=256:steps=40": "batquant",
-  "spinquant:batch=1:steps=10": "spinquant",
+FIGURE = HERE.parent / "docs" / "images" / "kl_against_bytes.svg"
+WIDTH, HEIGHT, TOP, BOTTOM = 760, 400, 78, 56
+LEFT_PANEL, RIGHT_PANEL = (60, 360), (460, 620)
+BYTES, KLS = (100, 170), (0.2, 1.8)
+SHARES = (0.3, 0.7)
+LABELS = {
+  "wush:weighting=fisher+tune": "wush, tuned",
+  "hires:storage=bfloat16": "hires, bfloat16",
 }
-LEFT_OUT = "spinquant:steps=0"
-# Where labels would lie on each other: by how many pixels they move down.
-NUDGES = {"rtn": -9, "focus": 4, "batquant": -3, "spinquant": 0, "gptq": 10, "brq": 9}
+LINES = {"rtn": "rtn, gptq, brq", "wush": "wush", "hires-next": None, "hires": None}
+"""Methods of the right panel, with the label if it is another than the name."""
+OURS = ("hires", "hires-next")
+# By how many pixels labels move down, where they would lie on each other.
+NUDGES = {"rtn": 21, "wush": 8, "hires-next": -5, "hires": -17}
 STYLE = """
   text { font: 13px system-ui, sans-serif }
   .title { font-size: 15px; font-weight: 600 }
-  .page { fill: #ffffff } .line { stroke: #d1d9e0 }
+  .page { fill: #ffffff } .line { stroke: #d1d9e0; fill: none }
   .text { fill: #1f2328 } .quiet { fill: #59636e } .ours { fill: #0969da }
+  .path-text { stroke: #1f2328; fill: none } .path-ours { stroke: #0969da; fill: none }
   @media (prefers-color-scheme: dark) {
     .page { fill: #0d1117 } .line { stroke: #3d444d }
     .text { fill: #f0f6fc } .quiet { fill: #9198a1 } .ours { fill: #4493f8 }
+    .path-text { stroke: #f0f6fc } .path-ours { stroke: #4493f8 }
   }
 """
-
-
-def points():
-  """Name, stored bits a weight and operator error of every method."""
-  rows = json.loads((HERE / "results" / "compare_smollm2.json").read_text())["rows"]
-  for row in sorted(rows, key=lambda row: row["method"]):
-    bits = row["size"]["quantized_linears"]["bits_per_weight"]
-    if row["method"] != LEFT_OUT:
-      yield NAMES.get(row["method"], row["method"]), bits, row["operator_error"]
-
-
-def place(bits, error):
-  """Pixels of a point; errors stand on a logarithmic axis."""
-  across = (bits - BITS[0]) / (BITS[1] - BITS[0])
-  up = math.log(error / ERRORS[0]) / math.log(ERRORS[1] / ERRORS[0])
-  x = LEFT + across * (WIDTH - LEFT - RIGHT)
-  return round(x, 1), round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1)
 
 
 def text(kind, x, y, words, anchor="start"):
   return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
 
 
-def axes():
-  for error in (0.012, 0.015, 0.02, 0.025, 0.03):
-    _, y = place(BITS[0], error)
-    line = f'<line class="line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
-    yield line + text("quiet", LEFT - 8, y + 4, f"{error:.4f}".rstrip("0"), "end")
-  for bits in (4, 5, 6, 7, 8):
-    x, _ = place(bits, ERRORS[0])
-    yield text("quiet", x, HEIGHT - BOTTOM + 20, bits, "middle")
-  told = "stored bits a weight, transforms and tables included"
-  yield text("quiet", (LEFT + WIDTH - RIGHT) // 2, HEIGHT - 8, told, "middle")
+def across(panel, share):
+  return round(panel[0] + share * (panel[1] - panel[0]), 1)
 
 
-def marks():
-  for name, bits, error in points():
-    x, y = place(bits, error)
-    kind = "ours" if name == "hires" else "text"
-    dot = f'<circle class="{kind}" cx="{x}" cy="{y}" r="4.5"/>'
-    yield dot + text(kind, x + 10, round(y + 4 + NUDGES.get(name, 0), 1), name)
+def up(share):
+  return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def kl_height(kl):
+  """KL stands on a logarithmic axis."""
+  return up(math.log(kl / KLS[0]) / math.log(KLS[1] / KLS[0]))
+
+
+def share_height(share):
+  return up((share - SHARES[0]) / (SHARES[1] - SHARES[0]))
+
+
+def grid_line(panel, y, words):
+  line = f'<line class="line" x1="{panel[0]}" x2="{panel[1]}" y1="{y}" y2="{y}"/>'
+  return line + text("quiet", panel[0] - 8, y + 4, words, "end")
+
+
+def kind_of(method):
+  return "ours" if method in OURS else "text"
+
+
+def measured(result):
+  """The left panel: every method whose KL was measured."""
+  model, parts = next(iter(result["sizes"].items()))
+  yield text("quiet", LEFT_PANEL[0], TOP - 18, f"{model}: KL, nats a token")
+  for kl in (0.2, 0.3, 0.5, 0.8, 1.2, 1.8):
+    yield grid_line(LEFT_PANEL, kl_height(kl), f"{kl:g}")
+  place = lambda size: across(LEFT_PANEL, (size - BYTES[0]) / (BYTES[1] - BYTES[0]))
+  for size in range(BYTES[0], BYTES[1], 20):
+    yield text("quiet", place(size), HEIGHT - BOTTOM + 20, size, "middle")
+  whole = next(iter(parts.values()))["bf16"] / 1e6
+  told = f"all stored bytes, MB (BF16: {whole:.0f})"
+  yield text("quiet", across(LEFT_PANEL, 0.5), HEIGHT - 14, told, "middle")
+  for method, kl in result["measured"].items():
+    x, y = place(parts[method]["total"] / 1e6), kl_height(kl)
+    kind = kind_of(method)
+    yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="4.5"/>'
+    yield text(kind, x + 9, round(y + 4, 1), LABELS.get(method, method))
+
+
+def by_size(result):
+  """The right panel: the share of BF16's bytes that methods store, by model."""
+  sizes = result["sizes"]
+  yield text("quiet", RIGHT_PANEL[0], TOP - 18, "all stored bytes, of BF16's")
+  for share in (0.3, 0.4, 0.5, 0.6, 0.7):
+    yield grid_line(RIGHT_PANEL, share_height(share), f"{share:g}")
+  places = [across(RIGHT_PANEL, i / (len(sizes) - 1)) for i in range(len(sizes))]
+  for x, model in zip(places, sizes, strict=True):
+    [size] = re.findall(r"-(\d+[MB])", model)
+    yield text("quiet", x, HEIGHT - BOTTOM + 20, size, "middle")
+  yield text("quiet", across(RIGHT_PANEL, 0.5), HEIGHT - 14, "parameters", "middle")
+  for method, label in LINES.items():
+    of = [parts[method] for parts in sizes.values()]
+    heights = [share_height(one["total"] / one["bf16"]) for one in of]
+    points = " ".join(f"{x},{y}" for x, y in zip(places, heights, strict=True))
+    kind = kind_of(method)
+    yield f'<polyline class="path-{kind}" points="{points}"/>'
+    for x, y in zip(places, heights, strict=True):
+      yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="3.5"/>'
+    y = round(heights[-1] + 4 + NUDGES[method], 1)
+    yield text(kind, places[-1] + 9, y, label or method)
 
 
 def draw():
   """The text of the file."""
+  result = json.loads((HERE / "results" / "stored_bytes.json").read_text())
   space = "http://www.w3.org/2000/svg"
+  title = "Divergence from the float model, and what it takes to store"
   lines = [
     f'<svg xmlns="{space}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-    f"<title>{TITLE}</title><style>{STYLE}</style>",
+    f"<title>{title}</title><style>{STYLE}</style>",
     f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
-    text("text title", 20, 28, TITLE),
-    *axes(),
-    *marks(),
+    text("text title", 20, 28, title),
+    *measured(result),
+    *by_size(result),
     "</svg>",
   ]
   return "\n".join(lines) + "\n"

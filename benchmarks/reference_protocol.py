@@ -15,11 +15,11 @@ import time
 import common
 
 from mxjax import methods, models
-from mxjax.audit import sizes
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import execution, kept_programs
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.layers import sizes
 from mxjax.methods.hires.hires import HiRes
 from mxjax.methods.program import Shaping
 from mxjax.numerics.shaping import input_maps

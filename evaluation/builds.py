@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mxjax import methods, models
-from mxjax.audit import arithmetic, sizes
+from mxjax.audit import arithmetic
 from mxjax.calibration.calibration import Calibration, Params, token_fingerprint
 from mxjax.calibration.store import params_digest
 from mxjax.devices import processes
@@ -25,6 +25,7 @@ from mxjax.evaluation.subjects import (
   checkpoint_folder,
   evaluation_steps,
 )
+from mxjax.layers import sizes
 from mxjax.methods import reused
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT
@@ -55,7 +56,7 @@ def run_method(
 
   Returns:
     A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`,
-    `arithmetic`, `seconds`, `record`), and the quantized params.
+    `size_warning`, `arithmetic`, `seconds`, `record`), and the quantized params.
   """
   program = methods.get(method)
   # Tokens that pass through the model before the evaluation, and in it.
@@ -78,15 +79,18 @@ def run_method(
     seconds = sum(result.record.clock.seconds.values())
   record = result.record.to_dict()
   contract = program.under(options.get("contract", PAPER_CONTRACT))
+  size = sizes.size_report(result.params)
+  name = contract.marked(program.name)
   row = {
-    "method": contract.marked(program.name),
+    "method": name,
     "seconds": seconds,
     **subject.measure(
       result.params,
       result.reference,
       evaluation_steps(follow, subject.model.num_layers, share),
     ),
-    "size": sizes.size_report(result.params),
+    "size": size,
+    "size_warning": sizes.warn(name, size) if processes.is_leader() else None,
     "arithmetic": subject.dtype
     and arithmetic.arithmetic(
       result.params,
@@ -217,11 +221,6 @@ def build(
     steps = evaluation_steps(begin("float model"), subject.model.num_layers)
     row["float_perplexity"] = subject.float_perplexities(steps)
     shared = filter(None, (options.store, options.linears))
-    if not is_on_disk and subject.mesh is None:
-      if options.baseline and program.name != page.BASELINE:
-        row["baseline"] = _baseline(prepared, begin(page.BASELINE))
-      if options.sample:
-        row["sample"] = sample(subject, prepared.tokenizer, quantized, options.sample)
     row |= {
       "layers_on_disk": is_on_disk,
       "shared_with": list(map(str, shared)),
@@ -240,19 +239,28 @@ def build(
       )
     elif is_leader:
       checkpoint.check_saved(folder / checkpoint.CHECKPOINT, quantized)
+    # After the checkpoint: what only the report shows must not cost it.
+    if not is_on_disk and subject.mesh is None:
+      if options.baseline and program.name != page.BASELINE:
+        row["baseline"] = _baseline(prepared, begin(page.BASELINE), stop)
+      if options.sample:
+        row["sample"] = sample(subject, prepared.tokenizer, quantized, options.sample)
     if is_leader:
       finish(folder, [row], f"{method} on", prepared.name)
     processes.wait_for_all(subject.mesh)
   return row
 
 
-def _baseline(prepared: Prepared, follow: progress.OnProgress) -> dict[str, Any]:
+def _baseline(
+  prepared: Prepared, follow: progress.OnProgress, stop: Callable[[], bool] | None
+) -> dict[str, Any]:
   """Measures RTN, whose codes no data decides: one sequence passes through."""
   row, _ = run_method(
     prepared.subject,
     prepared.tokens[:1],
     page.BASELINE,
     on_progress=follow,
+    stop=stop,
     check=False,
     probe=False,
   )
@@ -275,7 +283,8 @@ def sample(
   if count < 1:
     return None
   made = {
-    name: models.generate(model, params, prompt, max_new_tokens=count, use_cache=True)
+    # By layers, because a GPU's compiler takes longer for two whole models.
+    name: models.generate(model, params, prompt, max_new_tokens=count, tokens_at_once=1)
     for name, params in (("float", subject.params), ("quantized", quantized))
   }
   text = lambda ids: tokenizer.decode(np.asarray(ids).tolist())

@@ -9,11 +9,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mxjax import methods, models
-from mxjax.audit import sizes
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation import provenance, results, subjects
 from mxjax.evaluation.tasks import seven_tasks
-from mxjax.layers import inference_packing
+from mxjax.layers import inference_packing, sizes
 from mxjax.storage import atomic_io, checkpoint
 
 SHAPE = (

@@ -10,10 +10,10 @@ import sys
 import tempfile
 
 import mxjax
-from mxjax.audit.sizes import size_report
 from mxjax.evaluation.datasets import load_tokens
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.layers.sizes import size_report
 
 
 def main(source="models/trained/llama", method="hires", sequences=8, length=128):

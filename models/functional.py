@@ -295,8 +295,12 @@ def cached_attention(
         got=start,
       )
     outputs = causal_attention(
-      *(queries, keys, values),
-      **dict(window=window, query_chunk=query_chunk, implementation=implementation),
+      queries,
+      keys,
+      values,
+      window=window,
+      query_chunk=query_chunk,
+      implementation=implementation,
     )
     filled = put(past[0], keys, (0, 0, 0, 0)), put(past[1], values, (0, 0, 0, 0))
     return outputs, filled

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
@@ -30,6 +31,10 @@ SMALLEST_BUCKET = 32
 OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Compiler options of whole programs. XLA:GPU would copy the weights of q, k and v into
 one matrix in every call, to multiply them at once."""
+
+
+Number = jax.Array | np.int32
+"""A number that programs read: int32."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +57,7 @@ class Choice:
   ends: np.ndarray | None = None
   top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-  def tokens(self, logits: jax.Array, position: int | jax.Array) -> jax.Array:
+  def tokens(self, logits: jax.Array, position: int | Number) -> jax.Array:
     """Chooses the tokens of a position, int32 `[B]`, from float32 logits `[B, V]`.
 
     Samples depend on the key and the position.
@@ -218,6 +223,8 @@ def _cached(
     return []
   whole = _is_one_program(params) if at_once is None else at_once > 1
   at_once = at_once or (TOKENS_AT_ONCE if whole else 1)
+  how: Any = {"one_program": whole, "may_overrun": True}
+  how |= {"steps": at_once, "choice": choice}
   state, _ = prefill(model, params, ids, choice=choice, one_program=whole)
   parts, steps = [state.newest], count - 1
   # The last program may run too many steps: another number would compile again.
@@ -227,10 +234,7 @@ def _cached(
   for _ in range(programs):
     if choice.ends is not None and np.asarray(state.is_done).all():
       break
-    state, tokens = decode(
-      *(model, params, state),
-      **dict(steps=at_once, choice=choice, one_program=whole, may_overrun=True),
-    )
+    state, tokens = decode(model, params, state, **how)
     parts.append(tokens)
   return parts
 
@@ -251,8 +255,10 @@ def _uncached(
     hidden = model.embed(params, buffer)
     for index in range(model.num_layers):
       hidden = _run_layer(model, params[model.layer_name(index)], hidden)
-    outside, places = _outside_layers(model, params), np.int32([position - 1, position])
-    _, newest, is_done = _run_head(model, outside, hidden, *places, is_done, choice)
+    outside, last = _outside_layers(model, params), np.int32(position - 1)
+    _, newest, is_done = _run_head(
+      model, outside, hidden, last, np.int32(position), is_done, choice
+    )
     buffer = buffer.at[:, position].set(newest)
     parts.append(newest)
     if choice.ends is not None and np.asarray(is_done).all():
@@ -331,7 +337,7 @@ def _prefill_by_layers(
   model: CausalLM,
   params: Mapping[str, Any],
   padded: jax.Array | np.ndarray,
-  length: jax.Array | np.ndarray,
+  length: Number,
   choice: Choice,
 ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
   """Returns the cache, logits, the newest tokens and which of them are ends."""
@@ -351,7 +357,7 @@ _prefill_in_one_program = jax.jit(
 )
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _run_first_layer(
   model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
 ) -> tuple[jax.Array, dict[str, Any]]:
@@ -424,8 +430,10 @@ def decode(
   cache = with_room(state, steps).cache
   whole = _is_one_program(params, one_program)
   run = _decode_in_one_program if whole else _decode_by_layers
-  made = run(model, params, cache, state.newest, state.is_done, choice, steps)
-  return Decoding(*made[:3], state.length + steps), made[3]
+  cache, newest, is_done, tokens = run(
+    model, params, cache, state.newest, state.is_done, choice, steps
+  )
+  return Decoding(cache, newest, is_done, state.length + steps), tokens
 
 
 def _step(
@@ -482,7 +490,8 @@ def _decode_in_one_program(
   """
 
   def step(state: Any, _: None) -> tuple[Any, jax.Array]:
-    state = _step(model, params, *state, choice)
+    cache, newest, is_done = state
+    state = _step(model, params, cache, newest, is_done, choice)
     return state, state[1]
 
   state, tokens = jax.lax.scan(step, (cache, newest, is_done), None, length=steps)
@@ -517,20 +526,20 @@ def sample(
   return jax.random.categorical(key, scores, axis=-1).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _run_layer(
   model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
 ) -> jax.Array:
   return model.layer(layer_params, hidden)
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@compilation.jit(static_argnames="model")
 def _run_head(
   model: CausalLM,
   params: Mapping[str, Any],
   hidden: jax.Array,
-  index: jax.Array | np.ndarray,
-  position: jax.Array | np.ndarray,
+  index: Number,
+  position: Number,
   is_done: jax.Array | None,
   choice: Choice,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -579,7 +588,7 @@ def _next_by_layers(
   params: Mapping[str, Any],
   cache: Cache,
   tokens: jax.Array,
-  last: jax.Array | np.ndarray,
+  last: Number,
 ) -> tuple[jax.Array, Cache]:
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
   outside = _outside_layers(model, params)
@@ -608,7 +617,7 @@ def _run_cached_layers(
   return hidden, Cache(tuple(updated), cache.length + tokens.shape[1])
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
+@compilation.jit(static_argnames="model", donate_argnames="cache")
 def _run_cached_layer(
   model: CausalLM,
   layer_params: Mapping[str, Any],

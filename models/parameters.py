@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mxjax.errors import ValueRefusal
 from mxjax.models.config import ModelConfig
+from mxjax.numerics import float_bits
 
 Path = tuple[str, ...]
 """Keys from the root of the params to a leaf."""
@@ -115,7 +115,7 @@ def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
   Raises:
     ValueError: There is NaN or inf; the arrays are named, with their counts.
   """
-  counts = {name: int((~jnp.isfinite(a)).sum()) for name, a in values.items()}
+  counts = {name: int(float_bits.count_not_finite(a)) for name, a in values.items()}
   broken = [
     f"{n} has {count} of {values[n].size}" for n, count in counts.items() if count
   ]

@@ -84,13 +84,15 @@ class PrefixCache:
       state, scores = generation.prefill(
         self.model, self._params, ids[None], choice=choice
       )
-      # At once, so that no later token compiles; a last chunk may reach behind the
-      # limit by its padding.
-      state = generation.with_room(state, self.limit + CHUNK - len(ids))
+      # At once, so that no later token compiles.
+      state = generation.with_room(state, self.limit - len(ids))
       self._cache, self._held = state.cache, ids
       return state, scores
     scores = None
     while start < len(ids):
+      if start + 1 < len(ids):
+        # Where the padding would not fit, a few tokens run again.
+        start = min(start, cache.capacity - CHUNK)
       part = ids[start : start + CHUNK]
       # Zeros behind a shorter chunk change nothing: no token of it sees them, and the
       # next tokens overwrite them, because the length excludes them.

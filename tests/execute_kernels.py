@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from tests import compile_kernels
 
 SIZE = 40
-"""Of the checks, as of `benchmarks/gpu.py --smoke`."""
+"""Of the checks, as of `benchmarks/gpu_checks.py --tiny`."""
 
 
 def emulated(compile_for_gpu):

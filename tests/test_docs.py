@@ -73,6 +73,11 @@ def test_the_figure_is_that_of_the_result_files():
   assert figure.draw() == figure.FIGURE.read_text(), f"run python {path.name}"
 
 
+def test_the_readme_has_the_table_of_stored_bytes():
+  table = ROOT / "benchmarks" / "results" / "stored_bytes.md"
+  assert table.read_text() in (ROOT / "README.md").read_text()
+
+
 def test_the_readme_shows_what_its_example_printed():
   shown = re.search(
     r"```python\n.*?```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL

@@ -1,101 +1,190 @@
-"""The GPU run, rehearsed on a CPU with sections that fail in every way."""
+"""The questions to a GPU, rehearsed on a CPU with scripts that fail in every way."""
 
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
+BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = {
+  "gpu_checks.py": """
+import json, sys
+checked = {"checks": {"encode": {"passed": True}}, "all checks": ["encode"]}
+open(sys.argv[sys.argv.index("--out") + 1], "w").write(json.dumps(checked))
+""",
+  "gpu_evaluate.py": """
+import json, sys
+rate = lambda n: {"tokens_per_s": n, "first_s": 7.0}
+part = lambda n: {"likelihoods": rate(n), "perplexity": rate(n)}
+parts = {"torch": part(4.0), "bf16": part(3.0), "hires": part(6.0)}
+open(sys.argv[sys.argv.index("--out") + 1], "w").write(json.dumps({"parts": parts}))
+print("found")
+""",
+  "gpu_generate.py": "raise RuntimeError('no luck')",
+  "gpu_build.py": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+  "gpu_kernels.py": "import time; time.sleep(3600)",
+}
 
 
-def load():
-  spec = importlib.util.spec_from_file_location("gpu_run", SCRIPT)
+@pytest.fixture
+def folder(tmp_path):
+  """A checkout with the runner itself, and scripts that fail."""
+  place = tmp_path / "benchmarks"
+  place.mkdir()
+  (place / "gpu.py").write_text((BENCHMARKS / "gpu.py").read_text())
+  for name, text in SCRIPTS.items():
+    (place / name).write_text(text)
+  return place
+
+
+def load(name="gpu"):
+  spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module
 
 
-def rehearse(out, inject, *more, only):
-  command = [sys.executable, "-I", str(SCRIPT), "--smoke", "--part", "1", "--out"]
-  command += [str(out), "--only", *only, *more]
+def ask(folder, out, *words):
   # An isolated interpreter knows neither the current folder nor PYTHONPATH.
-  environment = {"PATH": "/usr/bin:/bin", "MXJAX_GPU_INJECT": inject, "HOME": "/tmp"}
+  command = [sys.executable, "-I", str(folder / "gpu.py"), "--out", str(out), *words]
+  environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
   return subprocess.run(
     command, cwd="/", env=environment, capture_output=True, text=True, check=False
   )
 
 
-def test_a_failing_section_costs_itself_only(tmp_path):
-  inject = "raise:device,segfault:check encode,full:check GPTQ"
-  only = ["device", "ceilings", "check encode", "check GPTQ"]
-  done = rehearse(tmp_path, inject, only=only)
+def verdicts(out, parts):
+  return json.loads((out / f"gpu_{parts}.json").read_text())
+
+
+def test_a_failing_question_costs_itself_only(folder, tmp_path):
+  out = tmp_path / "out"
+  only = ["--only", "checks", "evaluate", "generate", "build small"]
+  done = ask(folder, out, "--part", "1", "2", *only)
   assert done.returncode == 1
-  document = json.loads((tmp_path / "gpu_part1.json").read_text())
-  status = {name: entry["status"] for name, entry in document["results"].items()}
-  assert status["device"] == "exit code 1: RuntimeError: injected"
-  assert status["check encode"] == "killed by SIGSEGV"
-  assert "No space left on device" in status["check GPTQ"]
-  assert status["ceilings"] == "ok"
-  assert document["results"]["ceilings"]["copy_GBps"] > 0
-  assert "check encode: killed by SIGSEGV" in done.stdout
-  assert "RuntimeError: injected" in (tmp_path / "gpu_part1.log").read_text()
+  made = verdicts(out, "12")
+  status = {name: entry["status"] for name, entry in made["questions"].items()}
+  assert status == {
+    "checks": "ok",
+    "evaluate": "ok",
+    "build small": "killed by SIGSEGV",
+    "generate": "exit code 1: RuntimeError: no luck",
+  }
+  assert (out / "evaluate.log").read_text() == "found\n"
+  goals = {name: goal["verdict"] for name, goal in made["goals"].items()}
+  assert goals["likelihoods, HiRes, tokens a second / torch"] == "met"
+  assert goals["likelihoods, our BF16, tokens a second / torch"] == "not met"
+  assert goals["small Qwen3 by hires, cold, s"] == "not measured"
+  table = done.stdout.rpartition("| question or goal |")[2]
+  assert "| build small | 0" in table
+  assert (
+    "| likelihoods of 200 items, HiRes, first pass, s | 7.00 | at most 8.0" in table
+  )
 
 
-def test_a_hanging_section_is_stopped_and_no_disk_still_reports(tmp_path):
+def test_a_hanging_question_is_stopped_and_no_disk_still_reports(folder, tmp_path):
+  out = tmp_path / "out"
+  done = ask(folder, out, "--part", "4", "--budget", "7")
+  assert done.returncode == 1
+  # On a busy machine the first question begins late, and gets what is left.
+  assert re.search("kernels: stopped after [5-7] s", done.stdout)
+  assert "build 8B, next: left out: no time" in done.stdout
+  assert math.isclose(
+    verdicts(out, "4")["questions"]["kernels"]["seconds"], 7, abs_tol=3
+  )
+
+
+def test_a_folder_that_cannot_be_written_still_reports(folder, tmp_path):
   blocked = tmp_path / "file"
   blocked.write_text("")
-  budget = ["--budget", "7"]
-  done = rehearse(blocked, "hang:device", *budget, only=["device", "ceilings"])
-  assert done.returncode == 1
-  # On a busy machine the first section begins late, and gets what is left.
-  assert re.search("device: stopped after [5-7] s", done.stdout)
-  assert "ceilings: left out: no time" in done.stdout
+  (folder / "gpu_build.py").unlink()
+  done = ask(folder, blocked, "--part", "3")
   assert f"gpu: cannot write {blocked}" in done.stdout
-  assert '"status": "stopped after' not in blocked.read_text()
+  assert "left out: no script" in done.stdout
 
 
-def test_goals_rest_on_checked_kernels(tmp_path):
+@pytest.mark.parametrize(
+  ("checked", "verdict"),
+  [
+    (None, "void: kernels were not checked"),
+    ({"encode": True}, "void: kernels were not checked"),
+    ({"encode": True, "decode": False}, "void: decode"),
+    ({"encode": True, "decode": True}, "met"),
+  ],
+)
+def test_goals_rest_on_checked_kernels(folder, tmp_path, checked, verdict):
+  file, words = tmp_path / "checks.json", []
+  if checked is not None:
+    entries = {name: {"passed": passed} for name, passed in checked.items()}
+    file.write_text(json.dumps({"checks": entries, "all checks": ["encode", "decode"]}))
+    words = ["--checks", str(file)]
+  ask(folder, tmp_path / "out", "--part", "1", "--only", "evaluate", *words)
+  goals = verdicts(tmp_path / "out", "1")["goals"]
+  assert goals["likelihoods of 200 items, HiRes, first pass, s"]["verdict"] == verdict
+
+
+def test_parts_take_nine_minutes_and_ask_what_goals_need():
   gpu = load()
-  options = type("Options", (), {"budget": 9.0, "out": tmp_path, "smoke": True})
-  goal = "encode, share of copy bandwidth"
-  assert set(gpu.GOALS) == set(gpu.PREDICTIONS["goals"])
-  passed = {"check encode": {"passed": True}}
-  for checks, value, verdict in (
-    ({}, 0.85, "void: encode"),
-    ({"check encode": {"passed": False}}, 0.85, "void: encode"),
-    (passed, 0.85, "met"),
-    (passed, 0.7, "not met"),
-    (passed, float("nan"), "void: no number"),
-  ):
-    measured = {"memory-bound kernels": {"goals": {goal: value}}}
-    part = gpu.Part(1, options)
-    part.results = {**checks, **measured}
-    found = part.goals()[goal]
-    assert found["verdict"] == verdict
-    assert 0 < found["predicted"][0] < found["predicted"][1]
-    part.save()
-    later = gpu.Part(2, options)
-    later.results = measured
-    assert later.goals()[goal]["verdict"] == verdict
+  asked = [name for part in gpu.PARTS.values() for name in part]
+  assert sorted(asked) == sorted(gpu.QUESTIONS)
+  assert asked[0] == gpu.CHECKS
+  assert all(sum(part.values()) <= gpu.PART_SECONDS for part in gpu.PARTS.values())
+  assert {question for question, *_ in gpu.GOALS.values()} <= set(gpu.QUESTIONS)
 
 
-def test_every_section_of_the_parts_exists():
-  gpu = load()
-  program = "import gpu_sections, gpu_checks, gpu_bench, json; " + (
-    "print(json.dumps([list(gpu_sections.sections(gpu_bench.Bench(True))), "
-    "list(gpu_checks.CHECKS)]))"
-  )
-  done = subprocess.run(
-    [sys.executable, "-c", program],
-    cwd=ROOT / "benchmarks",
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  sections, checks = json.loads(done.stdout)
-  assert {name for part in gpu.PARTS.values() for name in part} == set(sections)
-  assert set(gpu.PREDICTIONS["predicted"]) <= set(sections)
-  assert list(gpu.KERNELS) == checks
+@pytest.fixture
+def scripts(monkeypatch):
+  """Finds what scripts import beside them."""
+  monkeypatch.syspath_prepend(str(BENCHMARKS))
+  return load
+
+
+def test_goals_read_what_the_scripts_write(scripts):
+  gpu, build, evaluate = scripts(), scripts("gpu_build"), scripts("gpu_evaluate")
+  for script, words in gpu.QUESTIONS.values():
+    if script == "gpu_build.py":
+      assert words[0] == "--only" and set(words[1:]) <= set(build.CASES)
+  builds = [f"{case}, {one}" for case, (_, each) in build.CASES.items() for one in each]
+  measured = dict.fromkeys(evaluate.MEASURES, {"tokens_per_s": 2.0, "first_s": 1.0})
+  written = {
+    "gpu_build.py": {
+      "builds": {name: {"seconds": 1.0, "status": "ok"} for name in builds},
+      "whole_model_minutes": dict.fromkeys(build.CASES, 1.0),
+    },
+    "gpu_evaluate.py": {"parts": dict.fromkeys(evaluate.LIMITS, measured)},
+  }
+  read = [
+    value_of(written[script])
+    for question, _, _, value_of in gpu.GOALS.values()
+    if (script := gpu.QUESTIONS[question][0]) in written
+  ]
+  assert read == [1.0] * 9
+
+
+def test_a_whole_build_is_a_cold_one_and_the_layers_that_it_lacks(scripts):
+  build = scripts("gpu_build")
+  entry = lambda seconds, status="ok": {"seconds": seconds, "status": status}
+  names = [f"8B hires, {one}" for one in ("cold, 2", "kept, 2", "kept, 4")]
+  entries = dict(zip(names, map(entry, (100, 50, 60)), strict=True))
+  assert build.whole_minutes(entries, "8B hires") == (100 + 34 * 5) / 60
+  entries["8B hires, kept, 4"] = entry(90, "stopped after 90 s")
+  assert build.whole_minutes(entries, "8B hires") is None
+  assert build.whole_minutes({}, "8B hires-next") is None
+
+
+def test_an_evaluations_rate_counts_the_context_of_every_choice(scripts):
+  evaluate = scripts("gpu_evaluate")
+  items = evaluate.task(evaluate.TINY, 2, 100)
+  choices = [(len(c), len(k)) for c, ks in items for k in ks]
+  assert evaluate.tokens_of(items) == sum(map(sum, choices)) and len(choices) == 32
+  side = lambda rate: {
+    "perplexity": {"first_s": 3.0, "again_s": 1.0, "tokens_per_s": rate}
+  }
+  rows = evaluate.compared({"torch": side(100.0), "hires": side(150.0)})
+  assert [row[-1] for row in rows] == ["1.00", "1.50"]

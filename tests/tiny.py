@@ -6,11 +6,14 @@ Tests that keep these widths share what is compiled.
 import jax
 import jax.numpy as jnp
 import tokenizers
+from gguf import GGUFWriter
 
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM, ModelConfig
 from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
+from mxjax.storage import export
+from mxjax.storage.export import gguf
 
 TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
 
@@ -50,6 +53,35 @@ def save_tokenizer(path, size):
   backend.train_from_iterator([TEXT], trainer)
   backend.save(str(path / "tokenizer.json"))
   (path / "text.txt").write_text(TEXT)
+  return path
+
+
+GGUF_TOKENS = ["<a>", "b", "é"]
+"""What a GGUF file of the tiny model says of its tokenizer."""
+
+
+def save_gguf(path, params, of):
+  """Writes float params of the config `of` as llama.cpp converts a model."""
+  writer = GGUFWriter(path, "llama")
+  writer.add_block_count(of.num_layers)
+  writer.add_context_length(of.max_positions)
+  writer.add_embedding_length(of.hidden_size)
+  writer.add_feed_forward_length(of.intermediate_size)
+  writer.add_head_count(of.num_heads)
+  writer.add_head_count_kv(of.num_kv_heads)
+  writer.add_key_length(of.head_dim)
+  writer.add_layer_norm_rms_eps(of.norm_eps)
+  writer.add_rope_freq_base(of.rope_theta)
+  writer.add_tokenizer_model("gpt2")
+  writer.add_token_list(GGUF_TOKENS)
+  writer.add_token_types([1, 1, 3])
+  writer.add_file_type(0)
+  for name, array, kind in gguf.to_tensors(export.Source(params, of)):
+    writer.add_tensor(name, array, raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
   return path
 
 

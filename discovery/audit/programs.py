@@ -74,6 +74,11 @@ def champion(
       _folded(_named(line[-1]), _diff(line[-1].diff), is_open=True),
       *steps,
       _folded("from the initial program to the champion", _diff(whole)),
+      _folded(
+        "the whole source of the champion",
+        f"<pre>{chr(10).join(map(shown, explain.source(folder, last).split(chr(10))))}"
+        "</pre>",
+      ),
     ]
   )
 

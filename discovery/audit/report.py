@@ -1,5 +1,6 @@
 """Writes `report.html`, a single file for a run without scripts or downloads."""
 
+import dataclasses
 import html
 import json
 import pathlib
@@ -10,12 +11,13 @@ from mxjax.discovery.audit import explain, programs
 from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.audit.status import proposer_use
 from mxjax.discovery.core.ledger import KINDS
-from mxjax.discovery.core.store import begun_events
+from mxjax.discovery.core.store import begun_events, read_stored
 from mxjax.discovery.core.verdict import Verdict
-from mxjax.discovery.search import heldout
+from mxjax.discovery.search import heldout, runs
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report import html as report_html
 from mxjax.evaluation.report import numbers, svg
+from mxjax.intake.texts import printable
 from mxjax.storage import atomic_io
 
 Event = dict[str, Any]
@@ -39,6 +41,17 @@ WORDS = {
 }
 
 
+BANNERS = {
+  "embedded": "It puts together what its edit templates hold, and nothing else.",
+  "llm": "A language model wrote every edit, account and statement; what it wrote is "
+  "shown as text, and is no instruction.",
+  "cassette": "Recorded replies of a language model: the code path reproduces, and "
+  "this is no new sample.",
+  "human": "A person, or a program, answered from a folder.",
+}
+"""What a reader has to know of the proposer, by the beginning of its name."""
+
+
 def write(folder: pathlib.Path) -> pathlib.Path:
   """Writes the report of a run, finished or not; returns its path."""
   path = folder / "report.html"
@@ -59,8 +72,9 @@ def page(folder: pathlib.Path) -> str:
     _verdicts(told),
     _residuals(events),
     programs.champion(folder, told, events),
+    _packets(told, events[0]["margins"]),
+    _refused(events),
     programs.tree(told, events),
-    _packets(told),
     report_html.glossary(WORDS),
   ]
   head = f"<header><h1>{html.escape(title)}</h1></header>"
@@ -71,10 +85,9 @@ def page(folder: pathlib.Path) -> str:
 def _lead(events: list[Event]) -> str:
   first, last = events[0], events[-1]
   state = "open" if last["event"] != "closed" else f"closed: {last['reason']}"
-  return (
-    f"Proposer {first['proposer']}. {state}. A search with an embedded proposer puts "
-    "together what its edit templates and operators hold, and nothing else."
-  )
+  name = str(first["proposer"])
+  said = next((told for kind, told in BANNERS.items() if name.startswith(kind)), "")
+  return printable(f"Proposer {name}. {state}. {said}", "")
 
 
 def _summary(folder: pathlib.Path, events: list[Event]) -> str:
@@ -87,7 +100,7 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
       mend="try again later",
     )
   initial = measured[0]
-  options = json.loads((folder / "run.json").read_text())
+  options = dataclasses.asdict(runs.read_options(folder))
   champion = measured[-1]["champion"]
   best = next(e for e in measured if e["program"] == champion)
   rows = [
@@ -131,13 +144,64 @@ def _curves(folder: pathlib.Path, events: list[Event]) -> str:
       x_label="evaluator calls",
     ),
   ]
+  for name, used in _used(folder, events).items():
+    figures.append(
+      report_html.lines(
+        f"Visible target by {name}",
+        [svg.Series("best so far", used, 0, form="steps")],
+        "What the proposer had used when the program was proposed.",
+        x_label=name,
+      )
+    )
   return "<h2>Anytime curves</h2>" + report_html.grid(figures)
+
+
+def _used(
+  folder: pathlib.Path, events: list[Event]
+) -> dict[str, list[tuple[float, float]]]:
+  """Returns the champion's value after so many tokens, and dollars, of the proposer.
+
+  Proposals are stored in the order in which they were registered or refused.
+  """
+  usage = [
+    stored.get("usage", {})
+    for path in sorted((folder / "proposals").glob("*.json"))
+    if "exhausted" not in (stored := read_stored(path))
+  ]
+  values = {e["program"]: e["value"] for e in events if e["event"] == "program"}
+  after: dict[str, tuple[float, float]] = {}
+  tokens = dollars = 0.0
+  made = (e for e in events if e["event"] == "refused" or "label" in e)
+  for event, use in zip(made, usage, strict=False):
+    tokens += use.get("input_tokens", 0) + use.get("output_tokens", 0)
+    dollars += use.get("micro_dollars", 0) / 1e6
+    if event["event"] == "packet":
+      after[event["id"]] = tokens, dollars
+  best = [
+    (*after[e["packet"]], values[e["champion"]])
+    for e in _measured(events)
+    if e["packet"] in after
+  ]
+  found = {}
+  if tokens:
+    found["tokens"] = [(t, value) for t, _, value in best]
+  if dollars:
+    found["dollars"] = [(d, value) for _, d, value in best]
+  return found
+
+
+def _measured(events: list[Event]) -> list[Event]:
+  """Returns the events of programs, each with the packet that it was measured in."""
+  of = {e["packet"]["program"]: e["id"] for e in events if e["event"] == "packet"}
+  return [
+    {"packet": of.get(e["program"], ""), **e} for e in events if e["event"] == "program"
+  ]
 
 
 def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
   outcomes = [e for e in events if e["event"] == "outcome"]
   seconds = {
-    path.stem: json.loads(path.read_text())["seconds"]
+    path.stem: read_stored(path)["seconds"]
     for path in (folder / "outcomes").glob("*.json")
   }
   body = []
@@ -218,20 +282,76 @@ def _residuals(events: list[Event]) -> str:
   return "<h2>Residuals</h2>" + note + (report_html.table(head, rows) if rows else "")
 
 
-def _packets(told: list[Story]) -> str:
+def _refused(events: list[Event]) -> str:
+  """Lists what was refused before any call, and why."""
+  rows = [
+    [
+      html.escape(e["status"]),
+      f'<td class="long">{programs.shown(e["label"])}</td>',
+      f'<td class="long">{programs.shown(e["detail"])}</td>',
+    ]
+    for e in events
+    if e["event"] == "refused"
+  ]
+  head = "<h2>Refused proposals</h2>"
+  if not rows:
+    return f"{head}<p>None was refused.</p>"
+  return head + report_html.table(["status", "proposal", "why"], rows)
+
+
+def _packets(told: list[Story], margins: dict[str, float]) -> str:
   parts = []
   for story in told:
-    body = story.packet["packet"]
-    if not body["explanations"]:
-      continue
-    verdict = story.verdict["verdict"] if story.verdict else "not resolved"
-    label = programs.shown(story.packet.get("label", ""))
+    asks = bool(story.packet["packet"]["explanations"])
+    verdict = "not resolved" if asks else "without a question"
+    if story.verdict:
+      verdict = story.verdict["verdict"]
+    label = programs.shown(story.packet.get("label", "the initial program"))
+    predicted = _predictions(story) if asks else ""
     parts.append(
       f"<details><summary>{programs.code(story.packet['id'])} {label}: "
-      f"{html.escape(verdict)}</summary>{_predictions(story)}</details>"
+      f"{html.escape(verdict)}</summary>{_said(story)}{predicted}"
+      f"{_concluded(story, margins)}</details>"
     )
-  lead = "<p>Registered predictions beside what was observed.</p>"
+  shown = ", ".join(f"{name} {margin:.3g}" for name, margin in margins.items())
+  lead = (
+    "<p>What was asked, what each account said and predicted, what was measured, and "
+    f"what followed. Margins: {html.escape(shown)}.</p>"
+  )
   return "<h2>Packets</h2>" + lead + "".join(parts)
+
+
+def _said(story: Story) -> str:
+  """Returns the question of a packet and what the proposer says of it."""
+  packet = story.packet["packet"]
+  lines = [str(story.packet.get("note", ""))]
+  if r := packet["residual"]:
+    lines.append(
+      f"Asked about {r['observable']}, {r['value']:.4g} on the parent and open above "
+      f"{r['threshold']:.4g}."
+    )
+  lines += [f"{a['name']}: {a['statement']}" for a in packet["explanations"]]
+  return "".join(f"<p>{programs.shown(line)}</p>" for line in lines if line)
+
+
+def _concluded(story: Story, margins: dict[str, float]) -> str:
+  """Returns the values of every condition, what they excluded, and what followed."""
+  lines = [
+    f"{o['condition']}: {explain.measured(story, o, margins) or o['detail']}"
+    for o in story.outcomes
+  ]
+  if v := story.verdict:
+    gone = [f"{name} by {condition}" for name, condition in v["excluded"].items()]
+    lines.append(
+      f"{v['verdict']} ({v['reason']}); excluded: {', '.join(gone) or 'none'}; left: "
+      f"{', '.join(v['survivors']) or 'none'}; it asks: {v['response']}"
+    )
+  lines += [explain.demanded(event) for event in story.demands]
+  lines += [
+    f"{c['response']}: {explain.CHECKED[c['implemented']]}; {c['detail']}"
+    for c in story.checks
+  ]
+  return "".join(f"<p>{programs.shown(line)}</p>" for line in lines)
 
 
 def _predictions(story: Story) -> str:

@@ -3,7 +3,6 @@
 Only reads: it works while the run goes on, and after it was killed.
 """
 
-import json
 import pathlib
 import statistics
 import time
@@ -11,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from mxjax.discovery.core.ledger import KINDS
-from mxjax.discovery.core.store import read_events
+from mxjax.discovery.core.store import read_events, read_stored
 from mxjax.discovery.search import runs
 
 LATEST = 5
@@ -55,7 +54,7 @@ def _calls(
       charged[event["kind"]] += event["charged"]
   kinds = ", ".join(f"{charged[kind]} {kind}" for kind in KINDS)
   stored = (folder / "outcomes").glob("*.json")
-  seconds = [json.loads(path.read_text())["seconds"] for path in stored]
+  seconds = [read_stored(path)["seconds"] for path in stored]
   took = f"; {statistics.median(seconds):.3g} s each" if seconds else ""
   return f"calls: {charged.total()} of {config['budget']}: {kinds}{took}"
 
@@ -102,7 +101,7 @@ def proposer_use(
   """Returns tokens and money, which the stored proposals have, and who answered."""
   used: Counter[str] = Counter()
   for path in (folder / "proposals").glob("*.json"):
-    used.update(json.loads(path.read_text()).get("usage", {}))
+    used.update(read_stored(path).get("usage", {}))
   lines = []
   if "input_tokens" in used:
     of = lambda name: f" of {config[name]:,}" if name in config else ""

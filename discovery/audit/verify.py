@@ -1,7 +1,6 @@
 """Verifies a run: recomputes every hash and executes some conditions again."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from mxjax.discovery.core import identity
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.candidate_source import admit, with_functions
-from mxjax.discovery.core.store import Store, begun_events
+from mxjax.discovery.core.store import Store, begun_events, read_stored
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
@@ -73,6 +72,7 @@ def verify(
   named = {name for event in packets.values() for name in _programs(event)}
   absent = named - {path.stem for path in sources}
   complaints += [f"program {name[:12]} is not there" for name in sorted(absent)]
+  complaints += _changed(folder, events, outcomes, options, task)
   charged, last = sum(e["charged"] for e in outcomes), events[-1]
   if last["event"] == "closed" and last["ledger"]["total"] != charged:
     complaints.append(f"the ledger says {last['ledger']['total']}, not {charged}")
@@ -87,6 +87,44 @@ def verify(
   return Verification(
     len(events), len(packets), len(sources), charged, len(again), tuple(complaints)
   )
+
+
+PAID = ("outcomes", "proposals", "replies", "failures")
+"""Folders of results that a run keeps with their digests."""
+
+
+def _changed(
+  folder: pathlib.Path,
+  events: list[dict[str, Any]],
+  outcomes: list[dict[str, Any]],
+  options: runs.RunOptions,
+  task: task_.Task,
+) -> list[str]:
+  """Returns what was changed in what a run paid for, or in its options."""
+  complaints = []
+  opened = {"config": options.search.to_dict(), "task": dict(task.spec)}
+  for name, value in opened.items():
+    # As the log has it, whose numbers and tuples went through JSON.
+    if identity.digest(value) != identity.digest(events[0][name]):
+      complaints.append(f"run.json has another {name} than the log began with")
+  stored: dict[str, Any] = {}
+  for path in (path for kind in PAID for path in (folder / kind).glob("*.json")):
+    try:
+      value = read_stored(path)
+    except ValueError as error:
+      complaints.append(str(error))
+      continue
+    if path.parent.name == "outcomes":
+      stored[path.stem] = value
+  for event in outcomes:
+    known = stored.get(event["exec_id"])
+    # Values on the transfer model are in no event.
+    if known is not None and event["condition"] != TRANSFER:
+      if dict(known["outcome"]["values"]) != event["values"]:
+        complaints.append(
+          f"the outcome {event['exec_id'][:12]} is not that of event {event['n']}"
+        )
+  return complaints
 
 
 def _is_program(path: pathlib.Path, task: task_.Task) -> bool:
@@ -106,7 +144,7 @@ def _controls(
 ) -> Iterator[str]:
   """Yields the sources of a program's controls of a name that are programs too."""
   for path in sorted((folder / "proposals").glob("*.json")):
-    proposal = json.loads(path.read_text())
+    proposal = read_stored(path)
     for control in proposal.get("controls", ()):
       code = control["intervention"].get("code")
       if control["name"] == name and code is not None:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from mxjax.discovery.core import identity
 from mxjax.errors import BlockingIORefusal, ValueRefusal
+from mxjax.intake import reading
 from mxjax.storage import atomic_io
 
 FORMAT = 2
@@ -114,13 +115,18 @@ class Store:
     return json.loads(line)
 
   def get(self, folder: str, key: str) -> Any | None:
-    """Returns the JSON value stored under a key, or None."""
-    data = self.get_bytes(folder, f"{key}.json")
-    return None if data is None else json.loads(data)
+    """Returns the JSON value stored under a key, or None.
+
+    Raises:
+      ValueError: It was changed after it was written.
+    """
+    path = self.path / folder / f"{key}.json"
+    return read_stored(path) if path.exists() else None
 
   def put(self, folder: str, key: str, value: Any) -> None:
     """Stores a JSON value durably, replacing any previous value of the key."""
-    self._write(folder, f"{key}.json", identity.canonical(value).encode())
+    entry = {"sha256": identity.digest(value), "value": value}
+    self._write(folder, f"{key}.json", identity.canonical(entry).encode())
 
   def get_bytes(self, folder: str, key: str) -> bytes | None:
     """Returns the bytes stored under a key, or None."""
@@ -143,8 +149,29 @@ class Store:
       self._file = None
 
 
+def read_stored(path: pathlib.Path) -> Any:
+  """Returns the value of a file that `Store.put` wrote.
+
+  Raises:
+    ValueError: It was changed after it was written, so that a run that goes on with it
+      would be another one.
+  """
+  expected = "a result as it was paid for, with its digest"
+  mend = "put back an intact copy, or remove the file and pay for the result again"
+  with reading.refusing(path, expected, mend):
+    entry = reading.parse_json(reading.read_bytes(path, mend=mend), dict[str, Any])
+    if entry.keys() != {"sha256", "value"} or (
+      identity.digest(entry["value"]) != entry["sha256"]
+    ):
+      raise ValueRefusal(
+        path, expected=expected, got="one that was changed since", mend=mend
+      )
+  return entry["value"]
+
+
 def _lines(path: pathlib.Path) -> Iterator[str]:
-  with path.open(encoding="utf-8") as file:
+  # What is no UTF-8 breaks the hash chain, which names the event.
+  with path.open(encoding="utf-8", errors="backslashreplace") as file:
     for line in file:
       if line.endswith("\n"):
         yield line.removesuffix("\n")
@@ -183,13 +210,16 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """
   events: list[dict[str, Any]] = []
   for line in _lines(pathlib.Path(path) / "log.jsonl"):
+    previous = events[-1]["hash"] if events else ""
     try:
       event = json.loads(line, object_pairs_hook=_with_shared_keys)
       body = {key: value for key, value in event.items() if key != "hash"}
-    except (ValueError, AttributeError):
-      event = body = {}
-    previous = events[-1]["hash"] if events else ""
-    if event.get("hash") != identity.digest(body) or event["previous"] != previous:
+      is_whole = event["hash"] == identity.digest(body)
+      is_whole = is_whole and event["previous"] == previous
+    # Of a forged line: no JSON, nested too deeply, no object, NaN or no UTF-8.
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+      event, is_whole = {}, False
+    if not is_whole:
       raise ValueRefusal(
         f"{path}/log.jsonl",
         expected="a whole hash chain",

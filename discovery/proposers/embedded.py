@@ -89,7 +89,7 @@ class EmbeddedProposer:
     self.name = f"{NAME}:{fingerprint(templates)[:12]}"
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`."""
+    """Returns the edit that scores best by what the arm may read."""
     past = _Past(context.history, self._target, self._by_id)
     options = self._options(context, past)
     if context.evidence == "none":

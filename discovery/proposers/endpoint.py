@@ -159,7 +159,7 @@ class HttpClient:
 
   @property
   def name(self) -> str:
-    """See `Client`."""
+    """Names the model, in results."""
     return f"llm:{self.model}"
 
   @functools.cached_property
@@ -395,7 +395,7 @@ class Cassette:
       try:
         entry = json.loads(line)
         self._replies[entry["request"]] = Reply(**entry["reply"])
-      except (ValueError, KeyError, TypeError):
+      except (ValueError, KeyError, TypeError, RecursionError):
         raise self._no_cassette(number, line) from None
     begins = min(len(torn), len(BEGINNING))
     if torn[:begins] != BEGINNING[:begins]:
@@ -414,13 +414,13 @@ class Cassette:
 
   @property
   def name(self) -> str:
-    """See `Client`."""
+    """Names the model while it records, and the file when it replays."""
     if self._mode == "record" and self._client is not None:
       return self._client.name
     return f"cassette:{identity.digest(self._path.read_bytes())[:12]}"
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
-    """See `Client.complete`."""
+    """Returns the recorded reply, or asks for it and records it."""
     key = identity.digest(dict(request))
     if key in self._replies:
       return self._replies[key]

@@ -31,7 +31,7 @@ class HumanProposer:
     self._seconds, self._poll = seconds, poll
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`.
+    """Writes a question into the folder and waits for the answer.
 
     Raises:
       OutageError: There is no answer in time, or the file holds none.
@@ -63,7 +63,10 @@ class HumanProposer:
 
   def _read(self, path: pathlib.Path) -> Answer:
     """Returns the answer in a file, with the source that it may name beside it."""
-    values = json.loads(path.read_text())
+    try:
+      values = json.loads(path.read_text())
+    except RecursionError as error:
+      raise ValueError("JSON that is nested too deeply") from error
     if isinstance(values, dict) and isinstance(source := values.get("source"), str):
       beside = self._folder / source
       if source.endswith(".py") and beside.is_file():

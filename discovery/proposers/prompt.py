@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mxjax.discovery.core import interventions, limits
-from mxjax.discovery.core.candidate_source import MAX_BYTES
+from mxjax.discovery.core import candidate_source as limits
+from mxjax.discovery.core import interventions
 from mxjax.discovery.core.interface import Hook
 from mxjax.discovery.core.proposal import Context, Demand, Evidence, Experiment
 from mxjax.discovery.core.residual import OTHER_TEXT, Residual, bare
@@ -326,9 +326,10 @@ def _hook_text(hook: Hook) -> str:
 
 def _limits() -> str:
   return (
-    f"Limits: {MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} operations of "
-    f"the compiled program of one unit (a loop's body counts once, and so does what is "
-    f"under jax.vmap, however many it maps over; a Python loop counts every turn), "
+    f"Limits: {limits.MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} "
+    f"operations of the compiled program of one unit (a loop's body counts once, and "
+    f"so does what is under jax.vmap, however many it maps over; a "
+    "Python loop counts every turn), "
     f"{limits.CONSTANT_BYTES} bytes of constants, "
     f"{limits.VALUE_BYTES >> 20} MiB of intermediate values and {limits.FLOPS:.2g} "
     f"floating-point operations a unit; {limits.TRACE_SECONDS:g} s to trace and "

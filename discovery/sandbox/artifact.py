@@ -15,7 +15,7 @@ import jax
 import jax.export
 import jax.extend.core
 
-from mxjax.discovery.core import limits
+from mxjax.discovery.core import candidate_source as limits
 from mxjax.discovery.core.task import RefusedError
 from mxjax.discovery.sandbox import frames
 from mxjax.discovery.sandbox.rebuilding.program import Rebuilder

@@ -94,7 +94,7 @@ class RayWorker:
     self._actor = actor.remote(dict(task.spec), level, dataclasses.asdict(limits))
 
   def run(self, call: Mapping[str, Any], artifacts: Serialized) -> dict[str, Any]:
-    """See `EvaluatorWorker.run`."""
+    """Runs a call on the actor, which has workers of its own."""
     return self._ray.get(self._actor.run.remote(dict(call), dict(artifacts)))
 
   def close(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mxjax
-from mxjax.discovery.core.limits import CALL_SECONDS, TRACE_SECONDS
+from mxjax.discovery.core.candidate_source import CALL_SECONDS, TRACE_SECONDS
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import answers, frames, jail
 
@@ -240,11 +240,31 @@ class Tracer:
     return json.loads(head), reply
 
   def trace(self, source: str, hooks: Sequence[Mapping[str, Any]]) -> RawTrace:
-    """Executes a source in its own jail and returns unchecked bytes."""
-    try:
-      outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
-    except WorkerError as error:
-      return RawTrace(error.status, f"the trace worker failed: {error}")
+    """Executes a source in its own jail and returns unchecked bytes.
+
+    A jail that was killed long before its own limits was killed by somebody else, such
+    as a machine without memory. That is not the candidate's fault, so it is traced
+    once more.
+    """
+    job = {"source": source, "hooks": [dict(hook) for hook in hooks]}
+    killed = 0
+    while True:
+      begun = time.monotonic()
+      try:
+        outcome, reply = self._job(job)
+      except WorkerError as error:
+        return RawTrace(error.status, f"the trace worker failed: {error}")
+      took = time.monotonic() - begun
+      is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
+      if outcome["signal"] != signal.SIGKILL or not is_early:
+        break
+      killed += 1
+      if killed == 2:
+        return RawTrace(
+          Status.CRASHED,
+          f"the trace was killed twice by another process, the last time after "
+          f"{took:.1f} s; free memory on this machine, and try again",
+        )
     status, detail = _classify(outcome, reply)
     if status != Status.OK:
       return RawTrace(status, detail)

@@ -32,6 +32,7 @@ from mxjax.discovery.search.frontier import Transfer
 from mxjax.discovery.search.history import OnEvent
 from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.errors import FileNotFoundRefusal, ValueRefusal
+from mxjax.intake import reading
 from mxjax.storage import atomic_io
 
 
@@ -159,16 +160,15 @@ def read_options(folder: pathlib.Path) -> RunOptions:
       got="one without run.json",
       mend="name the folder of a run",
     )
-  try:
-    options = RunOptions(**json.loads(path.read_text()))
+  mend = "read it with the version of mxjax that wrote it"
+  with reading.refusing(path, "the options of a run", mend):
+    options = RunOptions(**reading.parse_json(reading.read_bytes(path), dict[str, Any]))
     options.search.to_dict()
-  except (ValueError, TypeError) as error:
-    raise ValueRefusal(
-      path,
-      expected="the options of a run",
-      got=f"what does not read ({error})",
-      mend="read it with the version of mxjax that wrote it",
-    ) from error
+    for name in ("task", "config", "proposer"):
+      if not isinstance(getattr(options, name), dict):
+        raise TypeError(f"{name} is no object")
+    if not isinstance(options.proposer.get("kind"), str):
+      raise TypeError("the proposer has no kind")
   return options
 
 
@@ -176,7 +176,10 @@ def is_closed(folder: pathlib.Path) -> bool:
   """Returns whether a run has ended; a torn last line does not count."""
   path = folder / "log.jsonl"
   lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
-  return bool(lines) and json.loads(lines[-1])["event"] == "closed"
+  if not lines:
+    return False
+  with reading.refusing(path, "events, an object each", "restore it from a copy"):
+    return reading.parse_json(lines[-1], dict[str, Any])["event"] == "closed"
 
 
 def make_proposer(

@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from mxjax.discovery.studies import figures, study, tables
 from mxjax.discovery.tasks.ptq import margins
 from mxjax.evaluation.report.tables import Table, markdown
@@ -89,10 +91,10 @@ class Studies(runner.Work[str]):
     self._folder, self._tell = folder, tell
     self.tables: dict[str, list[Table]] = {}
 
+  @override
   def is_done(self, job: str) -> bool:
-    """See `Work.is_done`."""
     return job in self.tables
 
+  @override
   def perform(self, job: str) -> None:
-    """See `Work.perform`."""
     self.tables[job] = made(self._folder, job, self._tell)

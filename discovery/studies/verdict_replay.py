@@ -95,7 +95,7 @@ def replay(
       events.clear()
       search.round()
       verdict = next((e for e in events if e["event"] == "verdict"), None)
-      if verdict is not None and _is_eligible(verdict):
+      if verdict is not None and _is_eligible(verdict, events):
         packet = next(e for e in events if e["event"] == "packet")["packet"]
         successor = functools.partial(_successor, proposer, evaluator)
         transitions.append(_transition(search, packet, verdict, successor))
@@ -106,8 +106,18 @@ def replay(
   return transitions
 
 
-def _is_eligible(verdict: dict[str, Any]) -> bool:
-  return any(condition != PRIMARY for condition in verdict["excluded"].values())
+def _is_eligible(verdict: dict[str, Any], events: list[dict[str, Any]]) -> bool:
+  """Tells whether a control excluded something, and a response is owed for it.
+
+  None is where the observable is at its floor.
+  """
+  by_control = any(name != PRIMARY for name in verdict["excluded"].values())
+  return by_control and any(
+    e["event"] == "demand"
+    and e["packet"] == verdict["packet"]
+    and e["status"] == "owed"
+    for e in events
+  )
 
 
 def _transition(

@@ -197,7 +197,7 @@ class World(Defaults):
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    """See `Task`."""
+    """JSON from which `task.load` rebuilds the task."""
     spec = {"task": self.name, "seed": self._seed, "transfer": self._transfer}
     return {**spec, "luck": self._luck} if self._luck else spec
 

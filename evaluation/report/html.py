@@ -2,7 +2,7 @@
 
 import html
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.report import svg
@@ -58,14 +58,12 @@ def lines(
   return figure(title, chart, note=note, keys=keys)
 
 
-def stacks(
-  draw: Callable[..., str], title: str, bars: svg.Bars, note: str, **options: Any
-) -> str:
-  """Draws `svg.columns` or `svg.rows`, with a legend if needed; empty without bars."""
+def stacks(title: str, bars: svg.Bars, note: str, **options: Any) -> str:
+  """Draws stacked bars, with a legend if several parts; empty without bars."""
   if not bars:
     return ""
   parts = dict.fromkeys((part.name, part.color) for _, all_ in bars for part in all_)
-  chart = draw(bars, label=title, **options)
+  chart = svg.rows(bars, label=title, **options)
   return figure(title, chart, note=note, keys=legend(parts) if len(parts) > 1 else "")
 
 
@@ -78,14 +76,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     f'<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead>'
     f"<tbody>{lines}</tbody></table></div>"
   )
-
-
-def section(title: str, lead: str, content: str) -> str:
-  """Returns a subsection, or "" if `content` (ready HTML) is empty."""
-  if not content:
-    return ""
-  head = f"<h3>{html.escape(title)}</h3>"
-  return f'{head}<p class="lead">{html.escape(lead)}</p>{content}'
 
 
 def grid(figures: Iterable[str]) -> str:

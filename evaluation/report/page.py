@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.measures.statistics import Interval, paired_interval
-from mxjax.evaluation.report import numbers, svg
+from mxjax.evaluation.report import numbers
 from mxjax.evaluation.report.html import (
   document,
   folded,
@@ -109,12 +109,6 @@ def _perplexity_range(run: Run, name: str) -> str:
   return " to ".join(map(numbers.number, ends))
 
 
-def _noise(run: Run, name: str) -> str:
-  spread = run["perplexity"].get(name, {}).get("spread")
-  said = f"± {numbers.number(spread / 2)} by replicates" if spread else ""
-  return "; ".join(filter(None, (_perplexity_range(run, name), said)))
-
-
 def shown(runs: Sequence[Run]) -> list[Run]:
   """Returns the rows of the table: the runs, and RTN before them if it was measured."""
   baseline = next((run["baseline"] for run in runs if run.get("baseline")), None)
@@ -129,6 +123,7 @@ def _datasets(runs: Iterable[Run]) -> list[str]:
 
 def columns(runs: Sequence[Run]) -> list[Column]:
   """Returns what was measured of the float model and then of each run."""
+  scaled = lambda values, unit: [v if v is None else v * unit for v in values]
   sizes = [run.get("size") or {} for run in runs]
   whole = next((size["bf16_total"] for size in sizes if size), None)
   bits = [size.get("quantized_linears", {}).get("bits_per_weight") for size in sizes]
@@ -136,7 +131,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
   shares = [total / whole if total and whole else None for total in totals]
   made = [
     Column("bits a weight", "{:.3g}".format, [16.0, *bits]),
-    Column("size, MiB", lambda n: f"{n / 2**20:.4g}", [whole, *totals]),
+    Column("size, MiB", "{:.4g}".format, scaled([whole, *totals], 2**-20)),
     Column("size to BF16", "{:.2f}".format, [1.0, *shares]),
   ]
   for name in _datasets(runs):
@@ -148,7 +143,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
   errors = [run.get("operator_error") for run in runs]
   made += [
     Column("KL, nats a token", numbers.number, [0.0, *of("kl_mean")]),
-    Column("flips, %", lambda n: f"{100 * n:.3g}", [0.0, *of("flips")]),
+    Column("flips, %", "{:.3g}".format, scaled([0.0, *of("flips")], 100)),
     Column("operator error", numbers.number, [0.0, *errors]),
     Column("build, s", "{:.0f}".format, [None, *(r.get("seconds") for r in runs)]),
   ]
@@ -183,10 +178,14 @@ def summary_table(runs: Sequence[Run]) -> str:
     written = ["–" if v is None else column.form(v) for v in column.values]
     name = column.head.removeprefix("perplexity, ")
     if name in _datasets(runs):
-      ranges = ["", *(_noise(run, name) for run in runs)]
+      noise = [_perplexity_range(run, name) for run in runs]
+      for index, run in enumerate(runs):
+        if spread := run["perplexity"].get(name, {}).get("spread"):
+          told = f"± {numbers.number(spread / 2)} by replicates"
+          noise[index] = "; ".join(filter(None, (noise[index], told)))
       written = [
         f"{cell}<small>{html.escape(span)}</small>" if span else cell
-        for cell, span in zip(written, ranges, strict=True)
+        for cell, span in zip(written, ["", *noise], strict=True)
       ]
     cells.append(
       [
@@ -241,10 +240,10 @@ def verdict(runs: Sequence[Run]) -> str:
     said = f"has a perplexity of {numbers.number(found['mean'])} on {name}"
     span = _perplexity_range(run, name)
     said += f" (95 % interval {span})" if span else ""
-    beside = {FLOAT: run["float_perplexity"].get(name)}
+    beside = {"the float model": run["float_perplexity"].get(name)}
     if plain:
       beside["RTN"] = plain["perplexity"].get(name, {}).get("mean")
-    told = [f"{k} {numbers.number(v)}" for k, v in beside.items() if v is not None]
+    told = [f"{numbers.number(v)} of {k}" for k, v in beside.items() if v is not None]
     parts.append(said + (f", beside {' and '.join(told)}" if told else ""))
   if compared := run.get("agreement"):
     said = (
@@ -253,8 +252,8 @@ def verdict(runs: Sequence[Run]) -> str:
     )
     if plain and (other := plain.get("agreement")):
       said += (
-        f", RTN by {numbers.number(other['kl_mean'])} nats and "
-        f"{numbers.share(other['flips'])}"
+        f" (RTN: {numbers.number(other['kl_mean'])} nats and "
+        f"{numbers.share(other['flips'])})"
       )
     parts.append(said)
   return f"{head} {'; it '.join(parts) or 'was not measured'}."
@@ -277,10 +276,15 @@ def remarks(runs: Sequence[Run]) -> list[str]:
   for run in runs:
     size = run.get("size") or {}
     if size and 2 * size["total"] > size["bf16_total"]:
-      said.append(
-        f"{run['method']} is larger than half of BF16 here: its maps and tables weigh "
-        "as much as they would on a larger model, whose weights are more."
+      linears = size["quantized_linears"]
+      own = linears["maps"] + linears["rounding"]
+      cause = (
+        "its maps and tables weigh as much as they would on a larger model, whose "
+        "weights are more"
+        if own > size["other"]
+        else "what is not quantized, such as embeddings, weighs most"
       )
+      said.append(f"{run['method']} is larger than half of BF16 here: {cause}.")
     if not run["record"].get("sanity"):
       said.append(f"The sanity gate of {run['method']} was not run.")
     if raised := _raised(run["record"]):
@@ -372,7 +376,6 @@ def charts(runs: Sequence[Run]) -> str:
         log=True,
       ),
       stacks(
-        svg.rows,
         "Stored bytes",
         bars,
         "Of the whole model, with everything that the method needs.",
@@ -412,12 +415,12 @@ def provenance(run: Run) -> str:
   arithmetic = run.get("arithmetic") or {}
   calibration = record["calibration"]
   shape = " × ".join(str(n) for n in calibration.get("shape", ()))
-  is_strict = record.get("form", "W4A4") == "W4A4"
-  outside = () if is_strict else (f"{record['form']}, outside the paper's contract",)
   seconds = record["clock"]["seconds"]
   peak = max(record["clock"].get("peak_bytes", {}).values(), default=None)
+  form = record.get("form", "W4A4")
+  outside = "" if form == "W4A4" else f", {form}, outside the paper's contract"
   values = {
-    "contract": ", ".join((record["contract_hash"], *outside)),
+    "contract": f"{record['contract_hash']}{outside}",
     "calibration": calibration.get("fingerprint", "unknown"),
     "calibration tokens": shape or "unknown",
     "program": json.dumps(record["program"], ensure_ascii=False),

@@ -1,4 +1,4 @@
-"""Plain charts as inline SVG text: lines, dots and steps, stacked columns and rows.
+"""Plain charts as inline SVG text: lines, dots and steps, stacked bars.
 
 All are as wide as a phone, where the page shows them at their size; a wide page has
 several side by side. Colors are CSS classes `c0` to `c7`, so the page sets them for
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mxjax.evaluation.report.numbers import number, share
+from mxjax.evaluation.report.numbers import number
 
 Format = Callable[[float], str]
 WIDTH = 340
@@ -255,34 +255,6 @@ def _drawn(series: Series, frame: _Frame, x_label: str, y_format: Format) -> lis
       f'class="c{series.color}"><title>{title}</title></circle>'
     )
   return parts
-
-
-def columns(
-  items: Bars,
-  *,
-  label: str,
-  x_label: str,
-  width: int = WIDTH,
-  height: int = 200,
-  y_format: Format = share,
-) -> str:
-  """Draws stacked vertical columns; labels are thinned to fit."""
-  highest = max((sum(p.value for p in parts) for _, parts in items), default=0.0)
-  x, y = (0, max(len(items), 1)), (0.0, highest or 1.0)
-  frame = _Frame(width=width, height=height, x=x, y=y)
-  result = frame.axes(x_label, y_format)
-  step = frame.px(1) - frame.px(0)
-  thin = max(1, math.ceil(26 / step))
-  for index, (name, parts) in enumerate(items):
-    if index % thin == 0:
-      result.append(_text(frame.px(index + 0.5), height - frame.bottom + 14, name))
-    total = 0.0
-    for part in parts:
-      low, total = total, total + part.value
-      x, y = frame.px(index + 0.06), frame.py(total)
-      title = f"{x_label} {name}, {part.name}: {y_format(part.value)}"
-      result.append(_rect(x, y, 0.88 * step, frame.py(low) - y, part.color, title))
-  return frame.svg(label, result)
 
 
 def rows(

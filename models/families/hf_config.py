@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -176,9 +177,26 @@ class Family:
     return values | self.window.write(config.sliding_window)
 
 
+import_torch = True
+"""Whether `transformers` may import torch where that is installed, for seconds.
+
+Configs and tokenizers do not need it. Only commands turn it off: `transformers` then
+takes torch for not installed as long as the process lives.
+"""
+
+
 def quiet_transformers() -> Any:
   """Imports `transformers`, which takes a second, without its advice to add torch."""
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+  if not import_torch and not {"torch", "transformers"} & sys.modules.keys():
+    # Not found while `transformers` asks once and for all whether it is there.
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+      from transformers.utils import is_torch_available
+
+      is_torch_available()
+    finally:
+      del sys.modules["torch"]
   import transformers
 
   return transformers

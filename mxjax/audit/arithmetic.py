@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxjax.audit.sizes import typed_nodes
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.layers.sizes import typed_nodes
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
 BUILD, ATTENTION = "hessian_products", "attention"

@@ -14,6 +14,8 @@ from typing import Any
 
 from mxjax.calibration.output_gradients import differentiated
 from mxjax.errors import ValueRefusal
+from mxjax.layers.sizes import size_report
+from mxjax.methods.program import Program
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import parameter_shapes
@@ -34,6 +36,8 @@ quantized a layer with 5 MB of arrays peaked at 0.71 GB (`plan_memory.py floor`)
 WORKSPACE_ARRAYS = 8
 """Float32 copies of the largest array of a step that are alive at once, about: of a
 Hessian while it is factored, of a weight, or of one sequence's activations."""
+RECOVERY_BYTES = {"attention": lambda heads: 8 * heads, "mlp": lambda heads: 16}
+"""Float32 scale and offset of each key-value head; alpha, beta, eta and sigma_g."""
 RECOVERY_FITS = 2
 """Streams of hidden states beside the float one: attention and MLP."""
 
@@ -45,7 +49,7 @@ class Plan:
   dtype: str  #: Compute dtype, of which are hidden states and captured inputs.
   parameters: int  #: Of the whole model; a tied head counts once.
   target_weights: int  #: Weights of the target linears.
-  blocks: int  #: Input blocks of all target linears, counted for each linear.
+  blocks: int  #: Input blocks of all target linears, sizes for each linear.
   bf16: int  #: The whole model in bfloat16.
   auxiliary: int  #: Input maps, one-code tables and recovery coefficients.
   decoded_total: int  #: The paper's layout: bfloat16 weights and the auxiliary tensors.
@@ -159,6 +163,56 @@ def _prediction_flops(
   # forward, back and of the teacher.
   distillation = (1 + 3 * epochs) * weights + 3 * epochs * head
   return 2 * tokens * (gradients + distillation)
+
+
+def stored(config: ModelConfig, program: Program) -> dict[str, Any]:
+  """Computes the bytes that a model of a method stores, by what takes them.
+
+  It assumes that what is not quantized is stored in bfloat16, but for the embedding and
+  the head of rotated models, which are float32.
+
+  Returns:
+    JSON-ready: the `Contract.form`; bytes of `codes`, `scales`, `maps`, `tables` (of
+    activation rounding), `recovery`, `embedding`, `head` (0 if tied), `others` (norms
+    and biases) and their `total`; `bf16`, those of the float model; and
+    `bits_per_weight` of the quantized linears, as in `size_report`.
+  """
+  shapes = parameter_shapes(config)
+  contract = program.under(PAPER_CONTRACT)
+  embedding = 2 * math.prod(shapes.pop(("embed_tokens", "weight")))
+  head, bf16 = 2 * math.prod(shapes.pop(("lm_head", "weight"), (0,))), embedding
+  bf16 += head
+  if program.rotates_model and not config.is_post_norm:
+    # Rotated, both are float32, and the norm is fused into the head alone.
+    embedding = head = 2 * embedding
+  parts = dict.fromkeys(("codes", "scales", "maps", "tables"), 0)
+  weights = others = 0
+  for path, shape in shapes.items():
+    bf16 += 2 * math.prod(shape)
+    is_target = path[-1] == "weight" and path[-2] in contract.targets
+    if not (is_target and path[0].startswith("layers_")):
+      others += 2 * math.prod(shape)
+      continue
+    rows, width = shape
+    leaf = program.stored((rows, width))
+    found = size_report({"linear": leaf})["quantized_linears"]
+    parts["tables"] += found["rounding"]
+    for part in ("codes", "scales", "maps"):
+      parts[part] += found[part]
+    weights += rows * width
+  quantized = sum(parts.values())
+  recovery = sum(
+    RECOVERY_BYTES[fit.name](config.num_kv_heads) for fit in program.recover
+  )
+  unquantized = {"embedding": embedding, "head": head, "others": others}
+  parts |= {"recovery": config.num_layers * recovery, **unquantized}
+  return {
+    "form": contract.form,
+    **parts,
+    "total": sum(parts.values()),
+    "bf16": bf16,
+    "bits_per_weight": 8 * quantized / weights,
+  }
 
 
 def _sizes(

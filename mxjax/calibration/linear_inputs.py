@@ -227,7 +227,7 @@ class LinearInputs:
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
   def reduce(self, step: Step, init: Any, *args: Any) -> Any:
-    """Folds `step` over sequences in calibration order and returns the last carry.
+    """Runs `step` over sequences in calibration order and returns the last carry.
 
     `step` is a module-level function, jitted once for each shape, that maps
     `(carry, blocks [blocks, 32, T], index, rules, *args)` to the next carry. It must be
@@ -248,7 +248,7 @@ class LinearInputs:
     args: tuple[Any, ...],
     dtype: Any,
   ) -> Any:
-    """Folds `step` over sequences converted to `dtype`, or as they are if None."""
+    """Runs `step` over sequences converted to `dtype`, or as they are if None."""
     init, args = execution.block_on_cpu((init, args))
     totals, args = Totals(init, self.placement), self.placement.replicate(args)
     for chunk in chunks:

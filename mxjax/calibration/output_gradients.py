@@ -54,11 +54,11 @@ def draw_labels(keys: jax.Array, likely: jax.Array) -> jax.Array:
   uniform = jax.vmap(lambda key: jax.random.uniform(key, dtype=likely.dtype))(keys)
   sought = (uniform * ends[:, -1])[:, None]
   # Rounding may leave nothing above what is sought.
-  place = lambda sums, above: jnp.minimum((sums <= above).sum(-1), sums.shape[-1] - 1)
-  group = place(ends, sought)
+  first = lambda sums, above: jnp.minimum((sums <= above).sum(-1), sums.shape[-1] - 1)
+  group = first(ends, sought)
   one = jnp.take_along_axis(grouped, group[:, None, None], 1)[:, 0]
   before = jnp.take_along_axis(ends, group[:, None], 1) - one.sum(-1, keepdims=True)
-  word = place(jnp.cumsum(one, -1), sought - before)
+  word = first(jnp.cumsum(one, -1), sought - before)
   return jnp.minimum(group * GROUP + word, words - 1).astype(jnp.int32)
 
 
@@ -67,13 +67,13 @@ def _of_final_hidden(
   model: CausalLanguageModel,
   outer: Params,
   hidden: jax.Array,
-  places: jax.Array,
+  indices: jax.Array,
   placement: Placement,
 ) -> jax.Array:
   """Differentiates the loss of sampled labels by hidden states `[S, T, d]`."""
 
-  def one(outer: Params, states: jax.Array, place: jax.Array) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(LABEL_SEED), place)
+  def one(outer: Params, states: jax.Array, index: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(LABEL_SEED), index)
     length = states.shape[0]
     positions = jnp.arange(length, dtype=jnp.int32)
 
@@ -91,10 +91,10 @@ def _of_final_hidden(
     most = gradients.FEW_POSITIONS
     return gradients.by_chunk(chunk, length, states, positions, most=most)
 
-  def run(outer: Params, hidden: jax.Array, places: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda item: one(outer, *item), (hidden, places))
+  def run(outer: Params, hidden: jax.Array, indices: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda item: one(outer, *item), (hidden, indices))
 
-  return placement.call(run, outer, hidden, places)
+  return placement.call(run, outer, hidden, indices)
 
 
 @compilation.jit(static_argnames=("model", "placement"))

@@ -27,7 +27,7 @@ from mxjax.devices.placement import (
 from mxjax.errors import FloatingPointRefusal
 from mxjax.layers.linear import Perturbed
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import mxfp4
+from mxjax.numerics import float_bits, mxfp4
 
 Chunks = list[jax.Array]
 """Hidden states `[sequences, T, d]` in calibration order, compute dtype; on a mesh
@@ -178,18 +178,12 @@ def advance(
   return [_advance(model, layer, chunk, placement) for chunk in hidden]
 
 
-@compilation.jit()
-def count_not_finite(array: jax.Array) -> jax.Array:
-  """Counts NaN and inf where an array lies, without a copy on the host; int32."""
-  return (~jnp.isfinite(array)).sum(dtype=jnp.int32)
-
-
 def check_finite(hidden: Chunks, place: str) -> None:
   """Raises FloatingPointError if hidden states leaving `place` are not finite."""
   leaves = [
     leaf for leaf in jax.tree.leaves(hidden) if jnp.issubdtype(leaf.dtype, jnp.floating)
   ]
-  bad = sum(int(count_not_finite(leaf)) for leaf in leaves)
+  bad = sum(int(float_bits.count_not_finite(leaf)) for leaf in leaves)
   if bad:
     total = sum(leaf.size for leaf in leaves)
     raise FloatingPointRefusal(

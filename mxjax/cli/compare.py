@@ -5,7 +5,6 @@ import pathlib
 import typing
 from typing import Any, cast
 
-from mxjax import methods
 from mxjax.cli import options as shared
 from mxjax.errors import ValueRefusal
 from mxjax.intake import texts
@@ -49,12 +48,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.numerics import mxfp4
   from mxjax.numerics.contract import Contract
 
-  groups = {"all": tuple(methods.METHODS), "paper": methods.PAPER_METHODS}
-  selected: dict[str, None] = {}
-  for name in texts.split(options.methods):
-    selected |= dict.fromkeys(groups.get(name, (name,)))
-  for name in selected:
-    shared.check_method(name)
+  selected = shared.method_names(options.methods)
   rules = []
   for rule in texts.split(options.scale_rules):
     texts.check("scale rule", rule, typing.get_args(mxfp4.ScaleRule))

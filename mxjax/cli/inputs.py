@@ -140,7 +140,9 @@ def _announcement(
   ]
   tests = len(texts.split(options.data or "")) or 1
   tokens = tests * options.windows * options.window_length * options.replicates
-  seconds = estimates.expected_seconds(planned, names, mesh, tokens) if names else None
+  beside = ("rtn",) if getattr(options, "baseline", False) else ()
+  timed = dict.fromkeys((*names, *beside)) if names else ()
+  seconds = estimates.expected_seconds(planned, timed, mesh, tokens) if timed else None
   if seconds:
     learns = any(methods.base_name(name) in estimates.LEARNING for name in names)
     about = "more than" if learns else "about"

@@ -43,6 +43,8 @@ Each is a module of this package with `add_parser`, which defines the options an
 `run`, a function of them. They import JAX only inside `run`, so that help is instant.
 """
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
+OF_A_MODEL = ("quantize", "evaluate", "compare", "reproduce", "generate", "chat")
+"""Commands that read a model and run it."""
 COMPILING = 5.0
 """Seconds of compiling one program after which a command says so."""
 MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
@@ -51,13 +53,40 @@ MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointEr
 
 def main(words: Sequence[str] | None = None) -> int:
   """Runs a command; errors that a user can fix become one line and exit code 2."""
+  is_process = words is None
   words = list(sys.argv[1:] if words is None else words)
   with _dying_quietly():
     options = build_parser().parse_args(words)
     options.arguments = words
     # Imported late: this imports JAX, which help must not wait for.
     importlib.import_module("mxjax.devices.processes")
+  if is_process and options.command in OF_A_MODEL:
+    _hurry(options)
   return _launch(options)
+
+
+def _hurry(options: argparse.Namespace) -> None:
+  """Shortens what a process of a command waits for before it can begin.
+
+  The start of CUDA takes seconds, and so does torch, which `transformers` imports where
+  it is installed and no command uses. Only for processes of the command line: both hold
+  for as long as the process lives.
+  """
+  from mxjax.devices import execution
+
+  execution.keep_freed_memory()  # Before XLA's first thread.
+  if not options.distributed:
+    threading.Thread(target=_start_devices).start()
+  from mxjax.models.families import hf_config
+
+  hf_config.import_torch = False
+
+
+def _start_devices() -> None:
+  import jax
+
+  with contextlib.suppress(Exception):  # Raised again where a device is needed.
+    jax.devices()
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -72,8 +72,8 @@ PAPER_SEQUENCES = 128
 """Texts to calibrate on, where there is enough text."""
 EMBEDDED_SEQUENCES = 64
 """Of 2,048 tokens each: the embedded calibration text has 190,563 in all."""
-TEXTS = ("prompt", "stop", "system")
-"""Options whose value is a text, which may be empty; others name something."""
+TEXTS = ("prompt", "stop", "system", "task_options")
+"""Options that judge an empty text themselves; all others name something."""
 
 
 def sequences(options: argparse.Namespace) -> int:
@@ -234,6 +234,17 @@ def check_method(text: str) -> None:
   """Rejects an unknown method, or one with options that it does not have."""
   texts.check("method", methods.base_name(text), methods.METHODS)
   methods.get(text)
+
+
+def method_names(text: str) -> list[str]:
+  """Returns the methods of a comma list, with `all` and `paper` for groups, checked."""
+  groups = {"all": tuple(methods.METHODS), "paper": methods.PAPER_METHODS}
+  selected: dict[str, None] = {}
+  for name in texts.split(text):
+    selected |= dict.fromkeys(groups.get(name, (name,)))
+  for name in selected:
+    check_method(name)
+  return list(selected)
 
 
 class _Formatter(argparse.HelpFormatter):

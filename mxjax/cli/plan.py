@@ -2,8 +2,10 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mxjax import methods
 from mxjax.cli import options as shared
 
 if TYPE_CHECKING:
@@ -26,6 +28,12 @@ def add_parser(commands: Any) -> None:
   shared.add(parser, "--dtype")
   told = "memory of one of several devices: data=4,model=2"
   shared.add(parser, "--mesh", help=told)
+  parser.add_argument(
+    "--method",
+    metavar="NAMES",
+    help="also the bytes that each of these stores, by what takes them: a comma list "
+    f"of all, paper, or {shared.METHOD_HELP}",
+  )
   shared.add(parser, "--json")
   parser.set_defaults(run=run)
 
@@ -39,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.evaluation.estimates import expected_seconds
   from mxjax.evaluation.subjects import stays_on_disk
 
+  programs = [methods.get(name) for name in shared.method_names(options.method or "")]
   config = models.load_config(options.model, dtype=options.dtype)
   axes = meshes.sizes(options.mesh) if options.mesh else {}
   planned = plan.plan(
@@ -49,12 +58,45 @@ def run(options: argparse.Namespace) -> None:
     data=axes.get("data", 1),
     model=axes.get("model", 1),
   )
+  stored = {one.name: plan.stored(config, one) for one in programs}
   if options.json:
-    print(json.dumps(planned.to_dict()))
+    asked = {"stored": stored} if stored else {}
+    print(json.dumps(planned.to_dict() | asked))
     return
   seconds = expected_seconds(planned, ["hires"], options.mesh)
   for table in _tables(planned, inputs.model_name(options), seconds):
     output.print_table(table)
+  if stored:
+    output.print_table(_stored_table(stored))
+
+
+def _stored_table(stored: Mapping[str, Mapping[str, Any]]) -> "Table":
+  """Builds a line a method: MiB by part, all of them, and against bfloat16."""
+  from mxjax.evaluation.report.tables import Table
+
+  parts = {
+    "codes": ("codes",),
+    "scales": ("scales",),
+    "maps": ("maps",),
+    "tables": ("tables",),
+    "rest": ("recovery", "embedding", "head", "others"),
+    "all": ("total",),
+  }
+  lines = [
+    [
+      name if found["form"] == "W4A4" else f"{name} [{found['form']}]",
+      *(f"{sum(found[p] for p in of) / 2**20:.4g}" for of in parts.values()),
+      f"{found['total'] / found['bf16']:.3f}",
+      f"{found['bits_per_weight']:.2f}",
+    ]
+    for name, found in stored.items()
+  ]
+  note = (
+    "rest: embedding, head, norms, biases and recovery; bits: of a quantized weight, "
+    "maps and tables included"
+  )
+  heads = ("method", *parts, "of BF16", "bits")
+  return Table("stored MiB by method", heads, lines, note)
 
 
 def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":

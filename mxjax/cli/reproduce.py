@@ -197,6 +197,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_builds(options: argparse.Namespace) -> int:
   """Makes the tables of builds; returns 1 if a cell failed."""
+  from mxjax.cli import output
   from mxjax.evaluation import results
   from mxjax.evaluation.tables import page, reproducing, settings
 
@@ -212,7 +213,10 @@ def run_builds(options: argparse.Namespace) -> int:
   else:
     planned, seconds = reproducing.planned(request, out)
     if options.plan:
-      _print_plan(options, planned, seconds)
+      if options.json:
+        print(json.dumps({**planned._asdict(), "seconds": seconds}))
+      else:
+        output.print_table(planned)
       return 0
     assert out
     failures = _make(options, request, out, planned)
@@ -228,15 +232,6 @@ def run_builds(options: argparse.Namespace) -> int:
   for build, message in failures.items():
     print(f"mxjax reproduce: failed, {build}: {message}", file=sys.stderr)
   return int(bool(failures))
-
-
-def _print_plan(options: argparse.Namespace, table: Any, seconds: Any) -> None:
-  from mxjax.cli import output
-
-  if options.json:
-    print(json.dumps({**table._asdict(), "seconds": seconds}))
-  else:
-    output.print_table(table)
 
 
 def _make(

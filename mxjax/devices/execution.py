@@ -140,12 +140,15 @@ def float64_zeros(*shapes: tuple[int, ...]) -> list[jax.Array]:
 
 
 def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
-  """Calls a jitted function on a few blocks at a time and joins the results.
+  """Calls a jitted function on a few blocks at a time, on CPU, and joins the results.
 
-  For functions with products before decompositions (rule 2): XLA runs large batches of
-  32 x 32 products in parallel, which hung at 64 blocks. `function` maps arrays
-  `[blocks, ...]` to a pytree of such arrays and treats blocks independently.
+  For functions with products before decompositions (rule 2): XLA:CPU runs large batches
+  of 32 x 32 products in parallel, which hung at 64 blocks. `function` maps arrays
+  `[blocks, ...]` to a pytree of such arrays and treats blocks independently. Elsewhere
+  it gets all blocks, because every size of a part is a program of its own.
   """
+  if jax.default_backend() != "cpu":
+    return function(*arrays)
   blocks = arrays[0].shape[0]
   size = -(-blocks // -(-blocks // BLOCKS_AT_ONCE))
   with one_lapack_thread():

@@ -91,7 +91,8 @@ def keep_compiled_on_gpu() -> None:
   Nothing happens where the user named a folder of JAX's own, as with the environment
   variable `JAX_COMPILATION_CACHE_DIR`. A folder that cannot be used is logged.
   """
-  if jax.config.jax_compilation_cache_dir is not None:
+  config: Any = jax.config
+  if config.jax_compilation_cache_dir is not None:
     return
   try:
     _use(ON_A_GPU, default_folder())

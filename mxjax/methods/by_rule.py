@@ -8,6 +8,7 @@ import jax
 from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.methods import hook_results
 from mxjax.methods.program import LinearResult, Program
 
 
@@ -34,8 +35,10 @@ class ByRule(Program):
   @override
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:
     index = self.choice[inputs.name]
-    view = inputs.in_group(inputs.group[index])
-    return self.programs[index].quantize_linear(weight, view)
+    program, view = self.programs[index], inputs.in_group(inputs.group[index])
+    made = program.quantize_linear(weight, view)
+    hook_results.check_linear(program, made, weight, inputs.rules)
+    return made
 
   @override
   def describe(self) -> Mapping[str, Any]:

@@ -91,6 +91,9 @@ class Program:
   """Options that say how inputs are rounded."""
   rotates_model: ClassVar[bool] = False
   """Whether `prepare` gives linears other coordinates than the float model's."""
+  compiles_together: ClassVar[bool] = False
+  """Whether `quantize_linear` may run in several threads, and with a result that is
+  dropped: it changes neither the program nor its inputs. A subclass says so itself."""
 
   def under(self, contract: Contract) -> Contract:
     """Returns the contract of the program's results, where `contract` is the given one.
@@ -151,6 +154,35 @@ class Program:
       pack(made.weight), input_map, made.rounding, rules=inputs.rules
     )
     return LinearResult(leaf, {**of_shape, **made.record})
+
+  def stored(self, shape: tuple[int, int]) -> QuantizedLinear:
+    """Returns what replaces a weight `[out_features, in_features]`, without values.
+
+    Its arrays are `jax.ShapeDtypeStruct`; `mxjax plan --method` counts their bytes. A
+    program that stores maps or tables says so in `stored_map` and `stored_rounding`.
+    """
+    rows, width = shape
+    blocks = width // mxfp4.BLOCK_SIZE
+    bytes_: Any = lambda columns: jax.ShapeDtypeStruct((rows, columns), jnp.uint8)
+    weight = mxfp4.MXTensor(bytes_(width // 2), bytes_(blocks))
+    input_map = self.stored_map(blocks)
+    if self.tune is not None:
+      # Learned factors make one matrix for every block of any map, or of none.
+      factor = jax.ShapeDtypeStruct((width,), jnp.float32)
+      input_map = jax.eval_shape(input_maps.scaled, input_map, factor)
+    is_float = self.activations == "float"
+    unrounded = activation_quantizers.Unrounded()
+    rounding = unrounded if is_float else self.stored_rounding(blocks)
+    return QuantizedLinear(weight, input_map, rounding)
+
+  def stored_map(self, blocks: int) -> Any:
+    """Returns the input map of a linear of so many input blocks; see `stored`."""
+    del blocks
+
+  def stored_rounding(self, blocks: int) -> activation_quantizers.ActivationQuantizer:
+    """Returns the A4 rule of a linear of so many input blocks; see `stored`."""
+    del blocks
+    return activation_quantizers.Nearest()
 
   def describe(self) -> Mapping[str, Any]:
     """Returns name and options, JSON-ready, for results and checkpoints."""

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mxjax import compilation
+
 
 class FloatFormat(NamedTuple):
   """An IEEE format: integer type for its bits, mantissa width and exponent bias."""
@@ -50,3 +52,9 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(
     jnp.where(exponent > 127, jnp.int32(0x7FC00000), subnormal), jnp.float32
   )
+
+
+@compilation.jit()
+def count_not_finite(array: jax.Array) -> jax.Array:
+  """Counts NaN and inf where an array lies, without a copy on the host; int32."""
+  return (~jnp.isfinite(array)).sum(dtype=jnp.int32)

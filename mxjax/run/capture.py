@@ -150,7 +150,7 @@ class Captured:
 
 def fit_names(program: Program) -> list[str]:
   """Returns the names of the trajectories of the recovery fits, in order."""
-  return [f"recovery{place}-{fit.name}" for place, fit in enumerate(program.recover)]
+  return [f"recovery{number}-{fit.name}" for number, fit in enumerate(program.recover)]
 
 
 class Trajectories:

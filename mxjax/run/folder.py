@@ -16,7 +16,7 @@ state has been exchanged for an older one, and refused before finished work is l
 
 After a kill a run goes on behind its last finished layer. What enters the next one is
 computed anew: the finished layers are replayed, from the first or from the last hidden
-states that were saved, see `replay_layer` in `loop.py`.
+states that were saved, see `replay_layer` in `recover.py`.
 """
 
 import concurrent.futures
@@ -341,18 +341,18 @@ class RunFolder:
 
   def _repair(self) -> None:
     """Removes what a killed process was writing."""
-    for place in sorted(self.path.iterdir()):
-      if place.is_dir() and place.name not in FOLDERS:
-        shutil.rmtree(place)
-        self.discarded.append(f"{place.name}/")
+    for entry in sorted(self.path.iterdir()):
+      if entry.is_dir() and entry.name not in FOLDERS:
+        shutil.rmtree(entry)
+        self.discarded.append(f"{entry.name}/")
     for name in self._unlisted():
       (self.path / name).unlink()
       self.discarded.append(name)
     self._state = self._state | {"removable": []}
     for name in FOLDERS:
       (self.path / name).mkdir(exist_ok=True)
-    for place in (self.path, self.path.absolute().parent):
-      atomic_io.sync(place)
+    for folder in (self.path, self.path.absolute().parent):
+      atomic_io.sync(folder)
 
   def close(self) -> None:
     """Releases the lock."""

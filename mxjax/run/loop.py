@@ -1,21 +1,15 @@
 """Runs Algorithm 1, one decoder layer at a time.
 
-`quantize_layer` is the algorithm, and every method is a `Program` whose hooks fill in
-its lines. `replay_layer` does for a layer that a killed run finished what the next
-layer needs of it.
+Every method is a `Program` whose hooks fill in its lines.
 
 Paper: Algorithm hiresmx.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mxjax import errors
 from mxjax.calibration.calibration import Params, replace_weights
@@ -27,9 +21,10 @@ from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.run.capture import Captured, Trajectories
+from mxjax.run.compiling import compile_together
 from mxjax.run.progress import Report
 from mxjax.run.record import linear_record
-from mxjax.run.recover import measure
+from mxjax.run.recover import recover
 from mxjax.run.setup import Setup
 
 
@@ -66,6 +61,9 @@ def quantize_layer(
   leaves, linears = {}, {}
   with report.stage("quantization"), precision.float64_scope():
     groups = _shape_groups(setup, captured, float_layer, name)
+    if index == 0:
+      # Later layers find what is compiled here; on a CPU nothing happens.
+      compile_together(setup, captured, groups, float_layer)
     for sublayer, linear in setup.targets:
       report.linear(linear)
       weight = jnp.asarray(float_layer[sublayer][linear]["weight"])
@@ -87,7 +85,7 @@ def quantize_layer(
   captured.release_inputs()
 
   # Fit and install attention recovery; remeasure, fit and install MLP recovery.
-  quantized, recovery = _recover(
+  quantized, recovery = recover(
     setup, trajectories, captured, float_layer, parent, report.stage
   )
   if program.tune:
@@ -116,83 +114,6 @@ def _under_contract(leaf: QuantizedLinear, contract: Contract) -> QuantizedLinea
       mend="give the program activations='float', which marks its results",
     )
   return leaf
-
-
-def replay_layer(setup: Setup, trajectories: Trajectories, layer: Params) -> None:
-  """Moves the trajectories past a layer that a killed run has finished.
-
-  The float layer runs, and so does the finished one for each recovery fit, by the same
-  compiled functions as in `quantize_layer` and on the same values. So what enters the
-  next layer has the same bits, at the cost of these passes: no linear is quantized.
-
-  Raises:
-    ValueError: The fits find another recovery than the layer has, so that the layers to
-      come would not get the bits of a run that nothing happened to.
-  """
-  index = trajectories.index
-  name, float_layer = setup.layers[index], setup.params[setup.layers[index]]
-  captured = Captured(setup, trajectories, float_layer, for_linears=False)
-  captured.release_inputs()
-  leaves = {path: layer[path[0]][path[1]]["weight"] for path in setup.targets}
-  parent = replace_weights(float_layer, leaves)
-  again, _ = _recover(
-    setup,
-    trajectories,
-    captured,
-    float_layer,
-    parent,
-    lambda label: contextlib.nullcontext(),
-  )
-  # What the fits installed is all that is not the parent's.
-  known = {id(leaf) for leaf in jax.tree.leaves(parent)}
-  found, kept = jax.tree.leaves(again), jax.tree.leaves(dict(layer))
-  is_same = len(found) == len(kept) and all(
-    id(a) in known or np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    for a, b in zip(found, kept, strict=True)
-  )
-  if not is_same:
-    raise ValueRefusal(
-      f"run folder: {name}",
-      expected="a replay to find the recovery that the layer was finished with",
-      got="another, so this machine does not repeat its own bits",
-      mend="start again with another --out and --save-every 1, which replays nothing",
-    )
-  trajectories.leave(captured)
-
-
-def _recover(
-  setup: Setup,
-  trajectories: Trajectories,
-  captured: Captured,
-  float_layer: Params,
-  parent: Params,
-  stage: Callable[[str], AbstractContextManager[None]],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Fits and installs each recovery in order, and moves its trajectory past the layer.
-
-  Each fit has hidden states of its own, those of the model with all earlier fits
-  installed and no later ones: one pass over the layers does what one for each fit
-  would. `parent` is the layer without any fit. Returns the layer with all of them, and
-  the record of each by its name.
-
-  Paper: Eq. conditional-stage.
-  """
-  quantized, recovery = dict(parent), {}
-  for number, fit in enumerate(setup.program.recover):
-    with stage(f"{fit.name} recovery"), precision.float64_scope():
-      moments, trajectories.fits[number] = measure(
-        setup,
-        fit,
-        fit.state(quantized, parent),
-        float_layer,
-        trajectories.fits[number],
-        captured.taps,
-      )
-      solved = fit.solve(moments)
-      hook_results.check_recovery(fit, solved)
-      coefficients, recovery[fit.name] = solved
-      quantized = fit.install(quantized, coefficients)
-  return quantized, recovery
 
 
 def _shape_groups(

@@ -1,7 +1,7 @@
 """Quantizes a model: `run` has the steps in their order.
 
 What happens to a layer after a kill: `RunFolder` in `folder.py` keeps the finished
-ones, and `_quantize_layers` takes them over by `replay_layer` in `loop.py`.
+ones, and `_quantize_layers` takes them over by `replay_layer` in `recover.py`.
 """
 
 import concurrent.futures
@@ -19,14 +19,16 @@ from mxjax.devices import execution, processes
 from mxjax.devices.environment import environment
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.errors import ValueRefusal
+from mxjax.layers import sizes
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.run import reporting, sanity
 from mxjax.run.capture import Trajectories
 from mxjax.run.folder import LayerWriter, RunFolder
-from mxjax.run.loop import quantize_layer, replay_layer
+from mxjax.run.loop import quantize_layer
 from mxjax.run.progress import SANITY, OnProgress, Report, Stopped
 from mxjax.run.record import QuantizationRecord, Result, StageClock
+from mxjax.run.recover import replay_layer
 from mxjax.run.setup import Setup
 
 P = ParamSpec("P")
@@ -281,15 +283,16 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
         nothing.
       resume: Whether to resume the run in `run_dir`, to the same bits; unfinished
         layers there are done again.
-      store: Where statistics shared by all runs on the same model and tokens are
-        written; the result does not depend on it.
+      store: Where statistics shared by all runs on the same model and tokens, in the
+        same environment, are written; the result does not depend on it.
       on_progress: Called with a `Progress` at every stage and every linear. None logs a
         line a layer, and one after every 30 s of silence, at INFO of the logger
         `mxjax`; where no logging is configured they go to stderr.
       stop: Called after every layer; if it returns True, `Stopped` is raised.
       check: Whether logits are compared with the float model's at the end.
       probe: Whether each linear is measured on a few tokens for the record.
-      into: A mapping that receives the finished layers, such as a `LayerStore`.
+      into: A mapping that receives the finished layers, such as a `LayerStore`; it may
+        have keys of this model alone.
       mesh: Devices that share sequences and output rows, with the axes `data` and
         `model`; the codes equal those of one device, see `docs/guides/devices.md`.
       save_every: After how many layers `run_dir` gets the hidden states that enter the
@@ -312,7 +315,10 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
       BlockingIOError: Another process is using `run_dir`.
       Stopped: `stop` returned True.
     """
-    return run(*args, **kwargs).params
+    result = run(*args, **kwargs)
+    if processes.is_leader():
+      sizes.warn(result.record.program["name"], sizes.size_report(result.params))
+    return result.params
 
   signature = inspect.signature(run)
   returns = MutableMapping[str, Any]

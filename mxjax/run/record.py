@@ -86,8 +86,8 @@ class QuantizationRecord:
   #: One entry for every resume of a killed run: finished layers (`layer`), unfinished
   #: files that were `discarded`, and the mesh if it has `changed`.
   resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-  #: Layers after which hidden states were written, so that a kill costs no more than
-  #: these; None without a run folder, or if no layer was left to do.
+  #: Layers after which hidden states were written, so that a resume replays no more
+  #: than these; None if none were.
   save_every: int | None = None
   #: Sizes of the axes and number of processes, or None for one device.
   mesh: dict[str, int] | None = None

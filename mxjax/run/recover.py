@@ -1,15 +1,64 @@
-"""Stage III of a layer: each recovery fit is measured, solved and installed in turn."""
+"""Runs stage III of a layer: each fit is measured, solved and installed in turn.
 
-from collections.abc import Sequence
+`replay_layer` does for a layer that a killed run has finished what the next one needs.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 
-from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.calibration.calibration import (
+  CausalLanguageModel,
+  Params,
+  replace_weights,
+)
 from mxjax.calibration.streams import Chunks
 from mxjax.devices.totals import Totals
+from mxjax.errors import ValueRefusal
+from mxjax.methods import hook_results
 from mxjax.methods.recovery import RecoveryFit, Sample
+from mxjax.numerics import precision
+from mxjax.run.capture import Captured, Trajectories
 from mxjax.run.setup import Setup
+
+
+def recover(
+  setup: Setup,
+  trajectories: Trajectories,
+  captured: Captured,
+  float_layer: Params,
+  parent: Params,
+  stage: Callable[[str], AbstractContextManager[None]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Fits and installs each recovery in order, and moves its trajectory past the layer.
+
+  Each fit has hidden states of its own, those of the model with all earlier fits
+  installed and no later ones: one pass over the layers does what one for each fit
+  would. `parent` is the layer without any fit. Returns the layer with all of them, and
+  the record of each by its name.
+
+  Paper: Eq. conditional-stage.
+  """
+  quantized, recovery = dict(parent), {}
+  for number, fit in enumerate(setup.program.recover):
+    with stage(f"{fit.name} recovery"), precision.float64_scope():
+      moments, trajectories.fits[number] = measure(
+        setup,
+        fit,
+        fit.state(quantized, parent),
+        float_layer,
+        trajectories.fits[number],
+        captured.taps,
+      )
+      solved = fit.solve(moments)
+      hook_results.check_recovery(fit, solved)
+      coefficients, recovery[fit.name] = solved
+      quantized = fit.install(quantized, coefficients)
+  return quantized, recovery
 
 
 def measure(
@@ -72,3 +121,45 @@ def _measure_sequence(
   targets = jax.tree.map(lambda a: a[None], float_taps)
   sample = Sample(constants, layers["float"], taps, targets, index)
   return fit.measure(moments, sample), output[0]
+
+
+def replay_layer(setup: Setup, trajectories: Trajectories, layer: Params) -> None:
+  """Moves the trajectories past a layer that a killed run has finished.
+
+  The float layer runs, and so does the finished one for each recovery fit, by the same
+  compiled functions as in `quantize_layer` and on the same values. So what enters the
+  next layer has the same bits, at the cost of these passes: no linear is quantized.
+
+  Raises:
+    ValueError: The fits find another recovery than the layer has, so that the layers to
+      come would not get the bits of a run that nothing happened to.
+  """
+  index = trajectories.index
+  name, float_layer = setup.layers[index], setup.params[setup.layers[index]]
+  captured = Captured(setup, trajectories, float_layer, for_linears=False)
+  captured.release_inputs()
+  leaves = {path: layer[path[0]][path[1]]["weight"] for path in setup.targets}
+  parent = replace_weights(float_layer, leaves)
+  again, _ = recover(
+    setup,
+    trajectories,
+    captured,
+    float_layer,
+    parent,
+    lambda label: contextlib.nullcontext(),
+  )
+  # What the fits installed is all that is not the parent's.
+  known = {id(leaf) for leaf in jax.tree.leaves(parent)}
+  found, kept = jax.tree.leaves(again), jax.tree.leaves(dict(layer))
+  is_same = len(found) == len(kept) and all(
+    id(a) in known or np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    for a, b in zip(found, kept, strict=True)
+  )
+  if not is_same:
+    raise ValueRefusal(
+      f"run folder: {name}",
+      expected="a replay to find the recovery that the layer was finished with",
+      got="another, so this machine does not repeat its own bits",
+      mend="start again with another --out and --save-every 1, which replays nothing",
+    )
+  trajectories.leave(captured)

@@ -101,7 +101,8 @@ class Heartbeat:
       name = facts.get("fun_name", "a program")
       self._compiling[threading.get_ident()] = (name, time.monotonic())
 
-  def _compiled(self, event: str, value: Any, **facts: Any) -> None:
+  def _compiled(self, event: str, duration_secs: float, **facts: Any) -> None:
+    del duration_secs, facts
     if event == COMPILING:
       self._compiling.pop(threading.get_ident(), None)
 

@@ -10,6 +10,7 @@ import numpy as np
 from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
+from mxjax.devices import execution
 from mxjax.errors import FloatingPointRefusal
 
 SANITY_TOKENS, SANITY_EXAMPLES = 256, 8
@@ -109,25 +110,32 @@ def _log_probabilities(
   return jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
 
 
+def _run(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
+  (hidden,) = streams.final_hiddens(model, params, [tokens])
+  return _log_probabilities(model, streams.outer_params(model, params), hidden)
+
+
+@execution.jit()
+def _compared(
+  ours: jax.Array, theirs: jax.Array, tokens: jax.Array
+) -> dict[str, jax.Array]:
+  """Compares log-probabilities `[B, T, vocabulary]`, ours of the quantized model."""
+  ours, theirs, wanted = ours[:, :-1], theirs[:, :-1], tokens[:, 1:, None]
+  pick = lambda logp: -jnp.take_along_axis(logp, wanted, -1).mean()
+  return {
+    "float_loss": pick(theirs),
+    "quantized_loss": pick(ours),
+    "divergence": (jnp.exp(theirs) * (theirs - ours)).sum(-1).mean(),
+    "agreement": (ours.argmax(-1) == theirs.argmax(-1)).mean(dtype=jnp.float32),
+  }
+
+
 def compare(
   model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
 ) -> SanityReport:
   """Compares two sets of params of one model on tokens `[B, T]`."""
   tokens = jnp.asarray(tokens, jnp.int32)
-
-  def predictions(params: Params) -> jax.Array:
-    (hidden,) = streams.final_hiddens(model, params, [tokens])
-    outer = streams.outer_params(model, params)
-    return _log_probabilities(model, outer, hidden)[:, :-1]
-
-  ours, theirs = predictions(quantized), predictions(params)
-  pick = lambda logp: -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
-  divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1).mean()
-  agreement = (ours.argmax(-1) == theirs.argmax(-1)).mean(dtype=jnp.float32)
-  return SanityReport(
-    float_loss=float(pick(theirs)),
-    quantized_loss=float(pick(ours)),
-    divergence=float(divergence),
-    agreement=float(agreement),
-    tokens=int(tokens[:, 1:].size),
-  )
+  ours, theirs = (_run(model, p, tokens) for p in (quantized, params))
+  measured = _compared(ours, theirs, tokens)
+  numbers = {name: float(value) for name, value in measured.items()}
+  return SanityReport(**numbers, tokens=int(tokens[:, 1:].size))

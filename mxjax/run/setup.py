@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mxjax import methods
+from mxjax import errors, methods
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import (
   Calibration,
@@ -33,6 +33,7 @@ from mxjax.methods import hook_results
 from mxjax.methods.by_rule import ByRule
 from mxjax.methods.program import Program
 from mxjax.methods.program_source import source_digests
+from mxjax.numerics import float_bits
 from mxjax.numerics.contract import Contract
 
 _log = logging.getLogger(__name__)
@@ -224,15 +225,14 @@ class Setup:
 
     A run folder keeps what was prepared, so that a resumed run reads it.
     """
-    if folder and (saved := folder.read_prepared()):
+    saved = folder.read_prepared() if folder else None
+    if saved:
       rewritten, learned, record = saved
     else:
       made = self.program.prepare(self.params, self.calib, self.contract)
       hook_results.check_prepared(self.program, made)
       learned, record = made.learned, dict(made.record)
       rewritten = None if made.params is self.params else made.params
-      if folder and (rewritten is not None or learned):
-        folder.write_prepared(rewritten, learned, record)
     found = dataclasses.replace(
       self,
       params=self.params if rewritten is None else self.placement.on_primary(rewritten),
@@ -241,6 +241,12 @@ class Setup:
     )
     if rewritten is None and self.store is not None:
       vars(found)["weights_digest"] = self.weights_digest  # Of the same arrays.
+    if rewritten is not None and hook_results.is_own(self.program, "prepare"):
+      with errors.within("prepare"):
+        _check_layers(found)
+        _check_weights(found)
+    if folder and not saved and (rewritten is not None or learned):
+      folder.write_prepared(rewritten, learned, record)
     return found
 
   def joined(self, quantized: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -371,7 +377,7 @@ def _check_weights(setup: Setup) -> None:
         continue
       if weight.shape[-1] % size:
         complaints.append(f"{path} of input width {weight.shape[-1]}")
-      if bad := int(streams.count_not_finite(weight)):
+      if bad := int(float_bits.count_not_finite(weight)):
         complaints.append(f"{path} with {bad} NaN or inf of {weight.size} weights")
   if complaints:
     raise ValueRefusal(
@@ -442,7 +448,7 @@ def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]
   kept = [dataclasses.replace(program, recover=()) for program in programs]
   if len(kept) == 1:
     return kept[0], unfit
-  order = {key: place for place, key in enumerate(by_method)}
+  order = {key: number for number, key in enumerate(by_method)}
   choice = {name: order[key] for name, key in keys.items()}
   name = " and ".join(program.name for program in kept)
   found = ByRule(

@@ -115,7 +115,7 @@ def distill_scales(
       if folder:
         before, start = start, time.perf_counter()
         leaves = jax.tree.leaves((learned, state))
-        named = {f"{place:06d}": leaf for place, leaf in enumerate(leaves)}
+        named = {f"{number:06d}": leaf for number, leaf in enumerate(leaves)}
         folder.write_tuning(named, losses, start - before)
       report.tuning(len(losses), len(order), result.shown)
   tuned = {

@@ -364,7 +364,7 @@ def load(
     folder, contract=contract, verify=verify, sharding=sharding, mesh=mesh
   )
   if products != "fastest" or (mesh is None and sharding is None):
-    params = inference_packing.with_products(params, products)
+    params = dict(inference_packing.with_products(params, products))
   try:
     return CausalLM(ModelConfig.from_dict(config)), params
   except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ A register holds two words, and one shift or mask works on both. A code's sign a
 low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too low,
 including the subnormal 0.5; two products multiply by 2^126 and by the block's scale.
 The compiler does not find this form, so it is written in PTX.
-`benchmarks/gpu_counts.py` counts the instructions.
+`benchmarks/results/gpu_counts.json` has the instructions.
 """
 
 import dataclasses

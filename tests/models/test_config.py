@@ -2,9 +2,13 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
+from mxjax import models
 from mxjax.models import ModelConfig, RopeScaling, families
 from mxjax.models.families import to_hf_config
 from mxjax.models.families.hf_config import Family
@@ -288,3 +292,35 @@ def test_a_new_family_is_one_object_and_its_registration(monkeypatch):
   assert len(parameter_shapes(config)) == 3 + 2 * (2 + 2 + 7 + 3)
   with pytest.raises(NotImplementedError, match="granite family.*attention_bias=True"):
     families.from_hf_config(values | {"attention_bias": True})
+
+
+WITHOUT_TORCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import importlib.util
+from mxjax import models
+from mxjax.models.families import hf_config
+hf_config.import_torch = False
+print(models.load_config(sys.argv[2]) == models.load_config(sys.argv[2]))
+print("torch" in sys.modules)
+import torch
+print(torch.__file__.startswith(sys.argv[1]))
+"""
+
+
+def test_a_command_reads_a_config_without_torch(tmp_path):
+  (tmp_path / "torch").mkdir()
+  (tmp_path / "torch" / "__init__.py").write_text("")
+  package = tmp_path / "torch-9.0.0.dist-info"
+  package.mkdir()
+  (package / "METADATA").write_text(
+    "Metadata-Version: 2.1\nName: torch\nVersion: 9.0\n"
+  )
+  model = pathlib.Path(models.__file__).parent / "trained" / "qwen3"
+  done = subprocess.run(
+    [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path), str(model)],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout.split() == ["True", "False", "True"]

@@ -53,6 +53,18 @@ def test_logits_are_those_of_the_whole_sequence_however_the_cache_was_filled(
     assert ran == steps
 
 
+def test_a_chunk_fits_into_a_full_cache(tiny, ran):
+  model, params, _ = tiny
+  rng = np.random.default_rng(1)
+  ids = rng.integers(0, model.config.vocab_size, 62).astype(np.int32)
+  cache = PrefixCache(model, params, 64)
+  cache.logits(ids[:50])
+  want = model.apply({"params": params}, ids[None])[0, -1]
+  np.testing.assert_allclose(cache.logits(ids), want, atol=5e-5)
+  # Not in a larger cache: the last 32 positions, of which two are padding.
+  assert ran == [None, 30] and cache._cache.capacity == 64
+
+
 def test_after_an_interruption_the_cache_starts_again(tiny, cache, monkeypatch):
   model, params, tokens = tiny
   ids = np.asarray(tokens[0, :7])

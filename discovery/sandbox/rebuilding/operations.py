@@ -12,6 +12,27 @@ from jaxlib.mlir.dialects import stablehlo
 
 from mxjax.discovery.core.task import RefusedError
 
+
+def _guarded(
+  operation: Callable[..., Any], at_zero: Callable[[jax.Array], jax.Array]
+) -> Callable[..., Any]:
+  """Returns a division whose integer form never has a divisor of zero.
+
+  XLA folds constants on the host, where a division of integers by zero is a signal
+  that ends the process. `at_zero` returns of the dividend what XLA computes there.
+  """
+
+  def divided(a: Any, b: Any) -> Any:
+    is_integer = jnp.issubdtype(b.dtype, jnp.integer)
+    if not is_integer or (isinstance(b, np.ndarray | np.generic) and np.all(b)):
+      return operation(a, b)
+    is_zero = lax.eq(b, jnp.zeros_like(b))
+    result = operation(a, lax.select(is_zero, jnp.ones_like(b), b))
+    return lax.select(is_zero, at_zero(jnp.asarray(a)), result)
+
+  return divided
+
+
 ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
   **{
     f"stablehlo.{name}": getattr(lax, name)
@@ -22,7 +43,8 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
   "stablehlo.and": lax.bitwise_and,
   "stablehlo.cosine": lax.cos,
   "stablehlo.count_leading_zeros": lax.clz,
-  "stablehlo.divide": lax.div,
+  # All bits are set in the quotient.
+  "stablehlo.divide": _guarded(lax.div, lambda a: ~jnp.zeros_like(a)),
   "stablehlo.exponential": lax.exp,
   "stablehlo.exponential_minus_one": lax.expm1,
   "stablehlo.log_plus_one": lax.log1p,
@@ -34,7 +56,7 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
   "stablehlo.or": lax.bitwise_or,
   "stablehlo.popcnt": lax.population_count,
   "stablehlo.power": lax.pow,
-  "stablehlo.remainder": lax.rem,
+  "stablehlo.remainder": _guarded(lax.rem, lambda a: a),
   "stablehlo.round_nearest_afz": lambda x: lax.round(
     x, lax.RoundingMethod.AWAY_FROM_ZERO
   ),

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
@@ -175,7 +176,7 @@ class PtqTask(Defaults):
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    """See `Task`."""
+    """JSON from which `task.load` rebuilds the task."""
     return {"task": "ptq", **dataclasses.asdict(self.options)}
 
   @property
@@ -218,12 +219,12 @@ class PtqTask(Defaults):
     """Returns the task whose calls measure a few blocks only; see `Proxy`."""
     return PtqTask(**{**dataclasses.asdict(self.options), "proxy": True})
 
+  @override
   def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
-    """See `Task`."""
     return interventions.refusal(intervention, own, parent, self.options)
 
+  @override
   def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
-    """See `Task`."""
     return interventions.rivals(own, parent, self.options)
 
   def price(self, intervention: Mapping[str, Any]) -> int:

@@ -29,8 +29,9 @@ def add_parser(verbs: Any) -> None:
     metavar="SECONDS",
     help="look again every 2 s, or so many, until the run has ended",
   )
-  story = verb("explain", "why a program exists", explain)
-  story.add_argument("program", metavar="PROGRAM", help="start of its identity")
+  story = verb("explain", "what happened in a run, or why a program exists", explain)
+  told = "start of its identity; the whole run when omitted"
+  story.add_argument("program", metavar="PROGRAM", nargs="?", help=told)
   told = "compute every hash again, and run some programs again"
   audit = verb("verify", told, verify)
   add_trust(audit)
@@ -71,11 +72,14 @@ def status(options: argparse.Namespace) -> None:
 
 
 def explain(options: argparse.Namespace) -> None:
-  """Prints why a program exists."""
+  """Prints why a program exists, or all that happened in a run."""
   from mxjax.discovery.audit import explain as stories
   from mxjax.discovery.core.store import begun_events
 
   folder = pathlib.Path(options.folder)
+  if options.program is None:
+    print(stories.whole(folder))
+    return
   margins = begun_events(folder)[0]["margins"]
   for story in stories.find(folder, options.program):
     print(stories.text(story, margins))

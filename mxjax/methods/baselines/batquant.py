@@ -213,6 +213,16 @@ class BatQuant(Gptq):
     made = super().quantize_weight(clipped, inputs, input_map)
     return made._replace(rounding=Clipped(*jax.nn.sigmoid(learned.inputs)))
 
+  @override
+  def stored_map(self, blocks: int) -> input_maps.Kronecker:
+    factor: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return input_maps.Kronecker(factor(8, 8), factor(blocks, 4, 4))
+
+  @override
+  def stored_rounding(self, blocks: int) -> Clipped:
+    share: Any = jax.ShapeDtypeStruct((blocks,), jnp.float32)
+    return Clipped(share, share)
+
 
 BATQUANT = BatQuant()
 """The paper's baseline: 160 steps on batches of four sequences."""

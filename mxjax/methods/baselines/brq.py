@@ -12,6 +12,7 @@ is an assumption: 128, or where that does not divide the width the larger of 64 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +43,23 @@ class BlockRotation(Gptq):
   signs: int | None = None
   shared: bool = True
 
+  def _size(self, width: int) -> int | None:
+    """Returns the size that is used for inputs of a width."""
+    return next((size for size in self.sizes if width % size == 0), None)
+
+  @override
+  def stored_map(self, blocks: int) -> input_maps.Hadamard:
+    width = blocks * mxfp4.BLOCK_SIZE
+    signs: Any = None
+    if self.signs is not None:
+      signs = jax.ShapeDtypeStruct((width,), jnp.int8)
+    return input_maps.Hadamard(self._size(width) or mxfp4.BLOCK_SIZE, signs)
+
   @override
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
     del inputs
     width = weight.shape[0] * mxfp4.BLOCK_SIZE
-    size = next((size for size in self.sizes if width % size == 0), None)
-    if size is None:
+    if (size := self._size(width)) is None:
       raise ValueRefusal(
         self.name,
         expected=f"a Hadamard size that divides the width {width}",

@@ -240,12 +240,12 @@ class SpinQuant(Gptq):
       losses.append(result.shown)
       rate = jnp.float32(self.rate * (1 - step / self.steps))
       slopes = jax.tree.leaves((result.shared, result.own))
-      for place, slope in enumerate(slopes):
-        matrix = matrices[place]
+      for number, slope in enumerate(slopes):
+        matrix = matrices[number]
         if rng.integers(orthogonal.RENEWAL) == 0:
           matrix = execution.block_on_cpu(orthogonal.renewed(matrix))
-        matrices[place], speeds[place] = execution.block_on_cpu(
-          orthogonal.cayley_step(matrix, speeds[place], slope, rate)
+        matrices[number], speeds[number] = execution.block_on_cpu(
+          orthogonal.cayley_step(matrix, speeds[number], slope, rate)
         )
     return *jax.tree.unflatten(treedef, matrices), losses
 

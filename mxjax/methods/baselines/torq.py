@@ -69,5 +69,10 @@ class Torq(Gptq):
     within = inputs.cached(f"torq_intra_{rules}", intra)
     return Shaping(input_maps.TwoLevel(across, within), record)
 
+  @override
+  def stored_map(self, blocks: int) -> input_maps.TwoLevel:
+    rotation: Any = lambda n: jax.ShapeDtypeStruct((n, n), jnp.float32)
+    return input_maps.TwoLevel(rotation(blocks), rotation(mxfp4.BLOCK_SIZE))
+
 
 TORQ = Torq()

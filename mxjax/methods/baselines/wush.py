@@ -25,12 +25,13 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.gptq import not_definite
-from mxjax.methods.hires.stage2 import ActivationRule, activation_rule
+from mxjax.methods.hires.stage2 import ActivationRule, activation_rule, stored_rule
 from mxjax.methods.hires.stage3 import ATTENTION, MLP
 from mxjax.methods.options import Share
 from mxjax.methods.program import LinearResult, Program, fold, pack
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq
+from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping import input_maps, nearest_plane
 
 
@@ -115,6 +116,14 @@ class Wush(Program):
     rounding = activation_rule(fold(blocks, input_map), decoded, self.rounding)
     leaf = QuantizedLinear(pack(result), input_map, rounding, rules=inputs.rules)
     return LinearResult(leaf, {"damping": damping})
+
+  @override
+  def stored_map(self, blocks: int) -> input_maps.InputMap:
+    return input_maps.dense_like(blocks, self.transform_dtype)
+
+  @override
+  def stored_rounding(self, blocks: int) -> ActivationQuantizer:
+    return stored_rule(blocks, self.rounding)
 
 
 WUSH = Wush()

@@ -8,10 +8,11 @@ Paper: Section HiRes and Algorithm hiresmx.
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.errors import ValueRefusal
@@ -21,6 +22,8 @@ from mxjax.methods.options import Share
 from mxjax.methods.program import Program, Realization, Shaping
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.numerics.realization import gptq
+from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
+from mxjax.numerics.shaping import input_maps
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
@@ -51,6 +54,7 @@ class HiRes(Program):
   damping: Share = gptq.DAMPING
   storage: Literal["float32", "bfloat16"] = "float32"
   a4_options = ("rounding",)
+  compiles_together: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     if self.weights == "rtn" and self.damping != gptq.DAMPING:
@@ -84,6 +88,14 @@ class HiRes(Program):
       damping=self.damping,
       storage=self.storage,
     )
+
+  @override
+  def stored_map(self, blocks: int) -> InputMap:
+    return input_maps.dense_like(blocks, self.storage)
+
+  @override
+  def stored_rounding(self, blocks: int) -> ActivationQuantizer:
+    return stage2.stored_rule(blocks, self.rounding, self.storage)
 
 
 HIRES = HiRes()

@@ -22,10 +22,11 @@ One class has the options of both, and its defaults are those of `hires-descent`
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
@@ -39,8 +40,12 @@ from mxjax.methods.program import Program, Realization, Shaping
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics.realization import gptq, map_refit, one_code
-from mxjax.numerics.realization.activation_quantizers import FewCodes, OneCode
-from mxjax.numerics.shaping import reference_chart
+from mxjax.numerics.realization.activation_quantizers import (
+  ActivationQuantizer,
+  FewCodes,
+  OneCode,
+)
+from mxjax.numerics.shaping import input_maps, reference_chart
 from mxjax.numerics.shaping.input_maps import InputMap
 
 CHARTS = {
@@ -89,6 +94,7 @@ class HiResDescent(Program):
   changes: Count = 0
   rounds_up: bool = False
   a4_options = ("rounding", "changes", "rounds_up")
+  compiles_together: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     if self.two_sided and self.weighting != "fisher":
@@ -149,6 +155,17 @@ class HiResDescent(Program):
       rounding = dataclasses.replace(rounding, cross=refit.cross)
     record |= {"refit_errors": errors}
     return Realization(codes, rounding, refit.correction, record)
+
+  @override
+  def stored_map(self, blocks: int) -> InputMap:
+    return input_maps.dense_like(blocks)
+
+  @override
+  def stored_rounding(self, blocks: int) -> ActivationQuantizer:
+    if not self.changes:
+      return stage2.stored_rule(blocks, self.rounding)
+    gram: Any = jax.ShapeDtypeStruct((blocks, one_code.PACKED), jnp.float32)
+    return FewCodes(gram, self.changes, self.rounds_up)
 
 
 @execution.jit(static_argnames=("changes", "rounds_up"))

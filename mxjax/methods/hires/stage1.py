@@ -106,7 +106,8 @@ def _output_moment(
   # On the host: a compiled sum of products may contract and round once less.
   rows = weight.shape[-1]
   even, odd = np.asarray(folds)
-  return jnp.asarray((even * (rows - rows // 2) + odd * (rows // 2)) / rows)
+  # And placed as it is: `jnp.asarray` compiles two programs for each shape.
+  return jax.device_put((even * (rows - rows // 2) + odd * (rows // 2)) / rows)
 
 
 @compilation.jit(static_argnames=("chart", "max_condition"))

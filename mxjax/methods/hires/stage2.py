@@ -5,7 +5,7 @@ of the mapped inputs before A4, and the codes that result guide the rounding of
 activations: the one-code rule of Eq. hires-code-score with its tables G_Q and K_Q.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
 from mxjax.methods.program import Realization
+from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
 from mxjax.numerics.shaping.input_maps import InputMap
@@ -55,6 +56,16 @@ def realize(
   if storage == "bfloat16":
     rule = rule.narrowed()
   return Realization(codes, rule, record=record)
+
+
+def stored_rule(
+  blocks: int, rule: ActivationRule, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Nearest | OneCode:
+  """Returns the `activation_rule` of a linear, with shapes and dtypes but no values."""
+  if rule == "nearest":
+    return Nearest()
+  table: Any = lambda *shape: jax.ShapeDtypeStruct((blocks, *shape), dtype)
+  return OneCode(table(one_code.PACKED), table(mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE))
 
 
 @execution.jit(static_argnames="rule")

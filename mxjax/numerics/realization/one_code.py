@@ -57,6 +57,10 @@ def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]
   return gram, cross
 
 
+PACKED = mxfp4.BLOCK_SIZE * (mxfp4.BLOCK_SIZE + 1) // 2
+"""Values of a symmetric table of a block, packed."""
+
+
 def pack_symmetric(gram: jax.Array) -> jax.Array:
   """Packs the upper triangle row by row: `[..., 32, 32]` to `[..., 528]`."""
   rows, columns = np.triu_indices(gram.shape[-1])

@@ -6,12 +6,13 @@ A map T acts as `x T^T` on inputs and `W T^{-1}` on weights, so `x W^T` is uncha
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
+from mxjax import compilation
 from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.numerics import mxfp4
 from mxjax.numerics.exported import register_dataclass
@@ -114,6 +115,13 @@ class BlockDense(InputMap):
     return self.matrix
 
 
+def dense_like(blocks: int, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
+  """Returns a map of one matrix for each block, with shape and dtype but no values."""
+  size = mxfp4.BLOCK_SIZE
+  matrix: Any = jax.ShapeDtypeStruct((blocks, size, size), dtype)
+  return BlockDense(matrix)
+
+
 def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
   """Returns the map that scales inputs by `factor`, `[d]`, and then applies another.
 
@@ -135,6 +143,7 @@ def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
   return BlockDense(scaled_matrix.astype(matrix.dtype))
 
 
+@compilation.jit()
 def followed(input_map: InputMap | None, matrix: jax.Array) -> BlockDense:
   """Returns the map that applies another and then a matrix, `[blocks, 32, 32]`.
 

@@ -57,7 +57,9 @@ def model_card(form: str, manifest: Mapping[str, Any]) -> str:
   facts = manifest["source"]
   program, calibration = facts.get("program") or {}, facts.get("calibration") or {}
   method = program.get("name", "unknown")
-  strict = manifest["activations"] == "as in the checkpoint"
+  contract = facts.get("contract") or {}
+  rounds = contract.get("activations", "mxfp4") == "mxfp4"
+  strict = rounds and manifest["activations"] == "as in the checkpoint"
   tags = ["mxfp4", "mxjax", "quantized", *(["w4a4"] if strict else [])]
   front = [
     "---",

@@ -84,14 +84,35 @@ def test_the_champion_is_told_from_its_parent_and_from_the_beginning(evil):
   opened = section.partition("<details open>")[2].partition("</details>")[0]
   lines = [programs.shown(text) for text in line[-1].diff.splitlines()]
   assert all(text in opened for text in lines)
-  # The steps before it and the whole way are folded.
-  assert section.count("<details>") == len(line) - 1
+  # The steps before it, the whole way and the whole source are folded.
+  assert section.count("<details>") == len(line)
   first = explain.source(evil, line[0].packet["packet"]["program"])
   last = explain.source(evil, champion)
   whole = candidate_source.diff(first, last, ("a", "b")).splitlines()[2:]
   assert all(programs.shown(text) in section for text in whole)
   texts = [re.sub("<[^>]*>", "", part) for part in section.split("<details>")]
   assert sum(text.count("+++") for text in texts) == len(line)
+
+
+def test_the_report_says_what_was_refused_and_speaks_of_the_proposer_that_ran(evil):
+  page, events = report.page(evil), store.read_events(evil)
+  assert "A language model wrote every edit" in page
+  assert "edit templates hold" not in page
+  refused = [e for e in events if e["event"] == "refused"]
+  section = page.partition("<h2>Refused proposals</h2>")[2].partition("<h2>")[0]
+  assert refused and all(programs.shown(e["detail"]) in section for e in refused)
+  champion = [e for e in events if e["event"] == "program"][-1]["champion"]
+  source = explain.source(evil, champion)
+  opened = page.partition("the whole source of the champion")[2].partition("</pre>")[0]
+  assert all(programs.shown(line) in opened for line in source.splitlines())
+  for name in ("tokens", "dollars"):
+    assert f"Visible target by {name}" in page
+  packets = page.partition("<h2>Packets</h2>")[2].partition("<h2>")[0]
+  assert "loss 0.004.</p>" in packets, "margins"
+  packet = next(e for e in events if e["event"] == "packet" and "label" in e)
+  assert programs.shown(packet["note"]) in packets, "what the model says"
+  ran = [e for e in events if e["event"] == "outcome"]
+  assert all(f"loss {e['values']['loss']:.6g}" in packets for e in ran)
 
 
 def test_what_the_tree_leaves_out_is_counted(evil):

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from mxjax.discovery.core import interventions, limits, store
+from mxjax.discovery.core import candidate_source, interventions, store
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.candidate_source import MAX_BYTES
 from mxjax.discovery.core.proposal import Budget, Step
 from mxjax.discovery.core.residual import FATES, SYMBOLS, Residual
 from mxjax.discovery.proposers import llm, prompt
@@ -89,10 +88,14 @@ def test_every_observable_has_a_meaning_and_every_margin_is_told(task):
 
 def test_every_limit_is_told(task):
   shown = text(task)
-  numbers = (MAX_BYTES, limits.OPERATIONS, limits.CONSTANT_BYTES)
+  numbers = (
+    candidate_source.MAX_BYTES,
+    candidate_source.OPERATIONS,
+    candidate_source.CONSTANT_BYTES,
+  )
   assert all(f"{number} " in shown for number in numbers)
-  assert f"{limits.TRACE_SECONDS:g} s to trace" in shown
-  assert f"{limits.CALL_SECONDS:g} s for a call" in shown
+  assert f"{candidate_source.TRACE_SECONDS:g} s to trace" in shown
+  assert f"{candidate_source.CALL_SECONDS:g} s for a call" in shown
 
 
 def test_every_floor_and_every_price_is_told(task):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.export
@@ -93,6 +95,41 @@ def test_the_rebuilt_forms_are_the_hook(body):
     wanted = np.stack([jax.jit(namespace["hook"])(row, y) for row in x])
   np.testing.assert_array_equal(np.stack([unit(row, y)[0] for row in x]), wanted)
   np.testing.assert_allclose(batched(x, y)[0], wanted, rtol=2e-4, atol=2e-4)
+
+
+BY_ZERO = {
+  "a quotient": "jax.lax.div(jnp.int32(7), jnp.int32(0))",
+  "a remainder": "jax.lax.rem(jnp.int32(7), jnp.int32(0))",
+  "what folds to zero": "jax.lax.div(jnp.int32(3), jnp.int32(2) - jnp.int32(2))",
+  "no sign": "jax.lax.div(jnp.uint8(3), jnp.uint8(0))",
+  "in a loop": "jax.lax.fori_loop(0, 3, lambda i, z: z + jax.lax.div(i, 0 * i), 1)",
+  "an array": "jax.lax.div(jnp.arange(8) - 3, jnp.arange(8) * 0)",
+  "floor": "jnp.int32(5) // jnp.int32(0)",
+}
+
+
+def test_a_division_of_integers_by_zero_ends_no_process():
+  """In a process of its own: a signal would end this one."""
+  script = f"""
+import numpy as np
+from tests.discovery.sandbox import test_rebuilding as t
+for name, body in {BY_ZERO!r}.items():
+  code = f"def hook(x, y):\\n  return x + ({{body}}).astype(x.dtype)\\n"
+  unit, batched = t.both_forms(t.traced(code))
+  x, y = t.rows(0)
+  one = np.stack([unit(row, y)[0] for row in x])
+  np.testing.assert_array_equal(batched(x, y)[0], one)
+  print(name, np.round(one[0] - x[0]))
+"""
+  ended = subprocess.run(
+    [sys.executable, "-c", script], capture_output=True, text=True, check=False
+  )
+  assert ended.returncode == 0, ended.stderr[-2000:]
+  shown = dict(line.split(" [") for line in ended.stdout.splitlines())
+  assert [*shown] == [*BY_ZERO]
+  assert float(shown["a quotient"].split()[0]) == -1.0
+  assert float(shown["a remainder"].split()[0]) == 7.0
+  assert float(shown["no sign"].split()[0].rstrip(".")) == 255.0
 
 
 LEAKS = {

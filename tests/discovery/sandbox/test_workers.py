@@ -42,3 +42,35 @@ def test_compiled_programs_are_dropped_once_for_each_growth(monkeypatch):
     peak[0] = gigabytes << 30
     caches.bound()
   assert cleared == [3 << 30, 5 << 30]
+
+
+@pytest.mark.parametrize(
+  ("kills", "cpu_seconds", "status"),
+  [(0, 900, Status.OK), (1, 900, Status.OK), (2, 900, Status.CRASHED), (1, 0, "slow")],
+)
+def test_a_trace_that_somebody_else_killed_is_tried_once_more(
+  monkeypatch, kills, cpu_seconds, status
+):
+  """One that its own limit killed took too long, and is not."""
+  asked = []
+
+  def job(self, request):
+    asked.append(request)
+    number = 9 if len(asked) <= kills else 0
+    outcome = {"output": "", "verdict": "", "signal": number, "code": 0}
+    return outcome, b"" if number else b"A" + supervisor.frames.pack([b"h", b"unit"])
+
+  monkeypatch.setattr(supervisor.Tracer, "_job", job)
+  tracer = supervisor.Tracer.__new__(supervisor.Tracer)
+  tracer._limits = jail.Limits(
+    seconds=90.0, cpu_seconds=cpu_seconds, memory_bytes=1 << 30, files=8
+  )
+  made = tracer.trace("x", [{"name": "h"}])
+  if status == "slow":
+    assert made.status == Status.TIMEOUT
+    assert len(asked) == 1
+    return
+  assert made.status == status, made.detail
+  assert len(asked) == min(kills + 1, 2)
+  if status == Status.CRASHED:
+    assert "killed twice by another process" in made.detail

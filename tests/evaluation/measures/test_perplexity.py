@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.evaluation import device_calls
 from mxjax.evaluation.device_calls import CallShapes
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
 from mxjax.evaluation.measures.perplexity import perplexity, perturbed, window_losses
@@ -123,6 +124,13 @@ def test_windows_too_short_are_refused(setting):
 
 FIXED = CallShapes(tokens=160, row=64, is_fixed=True, head=32, head_step=32)
 """Four windows of 40 tokens a call."""
+
+
+def test_a_gpus_call_has_as_many_windows_as_fit():
+  assert [device_calls.GPU.windows(n) for n in (2048, 512, 300, 9000)] == [2, 8, 13, 1]
+  assert device_calls.CPU.windows(512) == 1
+  calls = device_calls.filled_calls(np.arange(5)[:, None], 2)
+  assert [call.ravel().tolist() for call in calls] == [[0, 1], [2, 3], [4, 4]]
 
 
 def test_windows_that_share_a_call_have_the_same_losses(setting):

@@ -173,9 +173,9 @@ def test_the_verdict_of_a_build_is_one_sentence_against_rtn_and_float(tmp_path):
   made = losses(run() | MEASURED | {"baseline": RTN}, [3.0, 3.1, 3.2])
   told = (
     "hires stores 5.04 bits a weight, 1.025 KiB in all, 2.29× smaller than BF16; it "
-    "has a perplexity of 21.5 on wikitext (95 % interval 17.32 to 28.46), beside float "
-    "model 18.75 and RTN 90.5; it diverges by 0.1234 nats a token and flips 8.75% of "
-    "the predictions, RTN by 1.25 nats and 50%."
+    "has a perplexity of 21.5 on wikitext (95 % interval 17.32 to 28.46), beside 18.75 "
+    "of the float model and 90.5 of RTN; it diverges by 0.1234 nats a token and flips "
+    "8.75% of the predictions (RTN: 1.25 nats and 50%)."
   )
   source = written([made], tmp_path)
   assert report.verdict([made]) == told
@@ -211,10 +211,13 @@ def test_only_what_was_measured_is_said_and_the_rest_is_named(tmp_path):
 
 
 def test_larger_is_larger(tmp_path):
-  large = run()
+  large = copy.deepcopy(run())
   large["size"] |= {"ratio": 0.5, "total": 4800}
   assert "2.00× larger than BF16" in report.verdict([large])
-  assert "hires is larger than half of BF16 here" in written([large], tmp_path)
+  told = "hires is larger than half of BF16 here: "
+  assert f"{told}what is not quantized" in written([large], tmp_path)
+  large["size"]["quantized_linears"]["rounding"] = 2000
+  assert f"{told}its maps and tables" in written([large], tmp_path)
   assert "larger than half" not in written([run()], tmp_path)
 
 
@@ -224,7 +227,7 @@ def test_of_several_methods_the_nearest_is_named(tmp_path):
   worse["perplexity"]["wikitext"]["mean"] = 20.0
   told = report.verdict([worse, best])
   assert told.startswith("Of 2 methods, hires is nearest to the float model: it stores")
-  assert "and RTN 20;" in told
+  assert "and 20 of RTN;" in told
   # Without KL of both, perplexity decides.
   assert "Of 2 methods, rtn is" in report.verdict([worse, run()])
 
@@ -245,7 +248,8 @@ def test_the_numbers_are_a_file_beside_it(tmp_path):
   )
   assert [row["method"] for row in rows] == ["float model", "rtn", "hires"]
   assert [float(row["perplexity, wikitext"]) for row in rows] == [18.75, 90.5, 21.5]
-  assert float(rows[2]["size, MiB"]) == 1050 and rows[0]["build, s"] == ""
+  assert float(rows[2]["size, MiB"]) == 1050 / 2**20 and rows[0]["build, s"] == ""
+  assert float(rows[1]["flips, %"]) == 50
   source = written([made], tmp_path, files=["result.json", "a b.csv"])
   assert '<a href="result.json">result.json</a><a href="a b.csv">' in source
 
@@ -259,6 +263,14 @@ def test_what_the_windows_do_not_tell_apart_is_said(tmp_path):
   source = written(runs, tmp_path)
   assert "3 windows of wikitext do not tell close from best" in source
   assert "do not tell" not in written(runs[::2], tmp_path)
+
+
+def test_a_form_outside_the_contract_is_marked(tmp_path):
+  weights_alone = run()
+  weights_alone["record"]["form"] = "W4A16"
+  told = "W4A16, outside the paper&#x27;s contract"
+  assert told in written([weights_alone], tmp_path)
+  assert "outside the paper" not in written([run()], tmp_path)
 
 
 def test_the_glossary_is_folded(tmp_path):

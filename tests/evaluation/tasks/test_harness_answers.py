@@ -80,7 +80,9 @@ def ask(harness, folder, monkeypatch):
   seen = {}
 
   def ask(answer, context="ab", **settings):
-    def generate(model, params, prompt, *, max_new_tokens, eos_id, **how):
+    def generate(model, params, prompt, *, max_new_tokens, eos_id, use_cache, **how):
+      # The contract evaluates without a cache.
+      assert not use_cache
       seen.update(prompt=prompt[0].tolist(), new=max_new_tokens, ends=eos_id, how=how)
       ids = lm.tokenizer.encode(answer)[:max_new_tokens]
       padded = np.pad(ids, (0, max_new_tokens - len(ids)), constant_values=eos_id[0])

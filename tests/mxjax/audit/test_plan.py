@@ -2,11 +2,16 @@
 
 import dataclasses
 import json
+import logging
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from mxjax.audit import plan, sizes
+import mxjax
+from mxjax import methods
+from mxjax.audit import plan
+from mxjax.layers import sizes
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.models import families, load_config
 from mxjax.numerics.realization.activation_quantizers import FewCodes, OneCode
@@ -81,6 +86,48 @@ def test_the_packed_layout_is_what_a_run_stores(tiny_config, tiny_hires):
   without_cross = planned.loaded.pop("hires-next, bfloat16 tables")
   assert without_cross == sizes.size_report(packed)["total"]
   assert not planned.loaded
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_methods_store_what_the_plan_of_hires_and_their_names_say(name):
+  of = lambda method: plan.stored(CONFIGS[name], methods.get(method))
+  hires, planned = of("hires"), plan.plan(CONFIGS[name])
+  assert hires["total"] == planned.packed_total
+  assert hires["bf16"] == planned.bf16
+  assert hires["bits_per_weight"] == pytest.approx(planned.bits_per_weight, rel=1e-5)
+  # K_Q is what hires-next leaves out, and recovery; bfloat16 halves maps and tables.
+  cross = planned.blocks * plan.CROSS_BYTES
+  assert of("hires-next")["total"] == hires["total"] - cross - hires["recovery"]
+  narrow = of("hires:storage=bfloat16")
+  for part in ("maps", "tables"):
+    assert 2 * narrow[part] == hires[part]
+  assert of("gptq")["bits_per_weight"] == 4.25
+  weights = of("hires:activations=float")
+  assert (weights["tables"], weights["maps"]) == (0, hires["maps"])
+  assert weights["form"] == "W4A16"
+
+
+def test_a_large_model_is_warned_of_with_what_takes_its_bytes(tiny_hires, caplog):
+  report = sizes.size_report(tiny_hires.params)
+  assert report["total"] > report["bf16_total"] / 2
+  with caplog.at_level(logging.WARNING, logger="mxjax"):
+    told = sizes.warn("hires", report)
+  assert told and caplog.messages == [f"hires: {told}"]
+  ratio = report["total"] / report["bf16_total"]
+  assert f"{ratio:.2f} of its" in told
+  table_share = report["quantized_linears"]["rounding"] / report["total"]
+  assert f"tables that refine activations {table_share:.0%}" in told
+  assert told.index("tables that refine") < told.index("codes")
+  half = report | {"total": report["bf16_total"] // 2}
+  floats = sizes.size_report({"norm": {"weight": jnp.ones(4)}})
+  assert sizes.warn("hires", half) is sizes.warn("none", floats) is None
+
+
+def test_quantizing_in_python_warns_once(tiny_params, tiny_calib, caplog):
+  with caplog.at_level(logging.WARNING, logger="mxjax"):
+    mxjax.quantize(tiny_params, tiny_calib, "wush", check=False, probe=False)
+  [message] = caplog.messages
+  assert message.startswith("wush: the quantized model takes")
 
 
 def test_more_calibration_takes_more_memory_and_work_only():

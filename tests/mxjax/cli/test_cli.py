@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import models
+from mxjax import methods, models
 from mxjax.audit import plan
 from mxjax.cli import main as cli
 from mxjax.cli.main import main
@@ -265,6 +265,14 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   assert mxjax("plan", config, "--sequences", 4)["blocks"] == 6 * 2 + 3
   told = mxjax("plan", config, as_json=False)
   assert "packed layout" in told and "time on this machine, about" in told
+  stored = mxjax("plan", config, "--method", "all,gptq:activations=float")["stored"]
+  assert set(stored) == {*methods.METHODS, "gptq:activations=float"}
+  assert stored["gptq"]["total"] == stored["gptq:activations=float"]["total"]
+  assert "larger" in told
+  told = mxjax(
+    "plan", config, "--method", "hires,gptq:activations=float", as_json=False
+  )
+  assert "stored MiB by method" in told and "[W4A16]" in told
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -334,3 +342,14 @@ def test_a_program_that_compiles_for_long_is_named(monkeypatch, capsys):
   monkeypatch.setattr("mxjax.cli.plan.run", slow)
   assert cli.main(["plan", "somewhere"]) == 0
   assert "XLA has been compiling <lambda> for 0.05 s" in capsys.readouterr().err
+
+
+def test_only_a_process_of_a_command_starts_devices_beforehand(tmp_path, monkeypatch):
+  hurried = []
+  monkeypatch.setattr(cli, "_hurry", lambda options: hurried.append(options.command))
+  words = ["generate", str(tmp_path / "none"), "--prompt", "a"]
+  assert main(words) == 2
+  assert hurried == []
+  monkeypatch.setattr("sys.argv", ["mxjax", *words])
+  assert main() == 2
+  assert hurried == ["generate"]

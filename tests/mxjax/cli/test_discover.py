@@ -154,7 +154,7 @@ REFUSED = [
   ("run --out x --config /no/such.toml", "/no/such.toml"),
   ("run --out x --config", "expected one argument"),
   ("run --out x --deadline soon", "argument --deadline: invalid amount"),
-  ("run --out x --endpoints []", "unrecognized arguments"),
+  ("run --out x --endpoints []", "unrecognized option --endpoints"),
   ("run --out x --set seed", "--set: expected KEY=VALUE"),
   ("run --out x --set =3", "--set: expected KEY=VALUE"),
   ("run --out x --set sede=3", "--set: expected options of this command"),

@@ -92,6 +92,36 @@ def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
   assert isinstance(settings, dict)
 
 
+def test_a_gguf_file_needs_that_of_the_float_model(
+  saved, tmp_path, mxjax, refuses, tiny_params, tiny_config
+):
+  out, base = tmp_path / "out", tmp_path / "base.gguf"
+  told = "expected --model with the GGUF file of the float model"
+  refuses(
+    [
+      (command(saved, out, "gguf"), f"{told}, got none"),
+      (command(saved, out, "gguf", "--model", base), "base.gguf, which is none"),
+      (command(saved, out, "gguf", "--model", tmp_path), "which is none"),
+    ]
+  )
+  tiny.save_gguf(base, tiny_params, tiny_config)
+  refuses(
+    [(command(saved, out, "gguf", "--model", base), "what gguf can hold, got maps")]
+  )
+  assert not out.exists()
+  manifest = mxjax(*command(saved, out, "gguf", "--model", base, "--drop", "maps"))
+  measured = manifest["evaluation"]["perplexity"]
+  assert set(measured) == {
+    *("checkpoint", "with what was dropped left out"),
+    "exported, activations not rounded",
+  }
+  assert len(set(measured.values())) == 3
+  assert "Q8_0" in manifest["activations"]
+  assert sorted(path.name for path in out.iterdir()) == [
+    *("README.md", "model.gguf", "mxjax_export.json")
+  ]
+
+
 def test_what_the_format_has_or_the_model_lacks_is_not_dropped(
   saved, tmp_path, refuses
 ):

@@ -30,6 +30,13 @@ def test_blocks_in_parts_are_the_blocks(blocks):
   assert len(seen) == -(-blocks // execution.BLOCKS_AT_ONCE)
 
 
+def test_a_gpu_takes_all_blocks_in_one_program(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  seen = []
+  execution.call_in_batches(lambda x: seen.append(x.shape[0]) or x, jnp.ones((128, 4)))
+  assert seen == [128]
+
+
 FRAGMENTED = """
 import numpy as np
 from mxjax.devices import execution

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.audit import arithmetic, sizes
+from mxjax.audit import arithmetic
 from mxjax.evaluation import evaluating
-from mxjax.layers import inference_packing
+from mxjax.layers import inference_packing, sizes
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
 from mxjax.layers.quantized_linear import QuantizedLinear

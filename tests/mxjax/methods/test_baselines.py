@@ -13,17 +13,19 @@ import pytest
 
 import mxjax
 from mxjax import methods
+from mxjax.audit import plan
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.cli import export as command
 from mxjax.evaluation.measures.operator_error import operator_error
+from mxjax.layers import sizes
 from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.run.quantize import run
 from mxjax.storage import checkpoint
-from mxjax.storage.export import compressed_tensors, dequant, transformers_folder
+from mxjax.storage.export import compressed_tensors, dequant, gguf, transformers_folder
 from tests.mxjax.quantized import assert_same
 from tests.tiny import leaves_of
 
@@ -94,6 +96,30 @@ def test_every_payload_is_legal_and_the_model_still_runs(
     for p in (tiny_params, result.params)
   )
   assert float(jnp.abs(logits - exact).mean()) < float(jnp.abs(exact).mean())
+  assert_planned(FAST.get(name, name), result.params, tiny_model.config)
+
+
+def assert_planned(name, params, config):
+  """The bytes that `mxjax plan --method` promises are those that were stored."""
+  planned, measured = (
+    plan.stored(config, methods.get(name)),
+    sizes.size_report(params),
+  )
+  linears = measured["quantized_linears"]
+  unquantized = sum(planned[part] for part in ("embedding", "head", "others"))
+  assert unquantized == measured["other"]
+  assert planned["recovery"] == measured["recovery"]
+  assert planned["tables"] == linears["rounding"]
+  for part in ("codes", "scales", "maps", "bits_per_weight"):
+    assert planned[part] == linears[part], part
+  assert planned["total"] == measured["total"]
+
+
+@pytest.mark.parametrize(
+  "name", ["brq:signs=1", "rtn+tune:epochs=1", "wush:activations=float"]
+)
+def test_options_that_change_what_is_stored_are_planned(name, build, tiny_config):
+  assert_planned(name, build(name).params, tiny_config)
 
 
 @pytest.mark.parametrize("name", ["wush", "torq", "batquant", "spinquant", "mr-gptq"])
@@ -263,6 +289,7 @@ def test_the_formats_said_to_hold_a_method_do(name, build, tiny_config):
     "compressed-tensors": functools.partial(
       compressed_tensors.check, transforms=name in command.TRANSFORMED
     ),
+    "gguf": gguf.check,
     "dequant": lambda params: dequant.check(params, tiny_config),
     "safetensors": lambda params: None,
     "transformers": transformers_folder.to_tensors,

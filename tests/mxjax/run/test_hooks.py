@@ -57,6 +57,16 @@ def leaf(change):
   return quantize_linear
 
 
+def rewritten(change):
+  """A `prepare` that changes the only weight of the model."""
+
+  def prepare(self, params, calib, contract):
+    weight = change(params["layer"]["mlp"]["up_proj"]["weight"])
+    return Prepared({**params, "layer": {"mlp": {"up_proj": {"weight": weight}}}})
+
+  return prepare
+
+
 def packed(made, **parts):
   return dataclasses.replace(made, weight=dataclasses.replace(made.weight, **parts))
 
@@ -138,6 +148,9 @@ def test_a_wrong_result_of_a_hook_names_linear_and_hook():
         "a leaf of the contract's",
       ),
       (quantize(shape=lambda *_: Shaping(narrow)), shape, "a map of 1 blocks", "got 3"),
+      (quantize(prepare=rewritten(lambda a: a / 0)), "prepare: quantize: ", "1024 NaN"),
+      (quantize(prepare=rewritten(lambda a: a[:, :-1])), "prepare: ", "input width 31"),
+      (quantize(prepare=lambda *_: Prepared({})), "prepare: ", "none of layer"),
     ],
     errors.ValueRefusal,
   )

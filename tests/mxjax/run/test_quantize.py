@@ -348,3 +348,13 @@ class TestBadInputs:
 
     with pytest.raises(FloatingPointError, match="collapsed under broken: loss"):
       mxjax.quantize(params, tiny_calib, Broken(name="broken"))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, list])
+def test_tokens_in_place_of_a_calibration_are_told_what_to_pass(
+  kind, tiny_params, tiny_tokens
+):
+  with pytest.raises(mxjax.Refusal) as refused:
+    mxjax.quantize(tiny_params, kind(tiny_tokens[:2]))
+  assert refused.value.expected == "calib: Calibration"
+  assert refused.value.mend == "pass mxjax.Calibration(model, tokens)"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mxjax import models
-from mxjax.audit import sizes
+from mxjax.layers import sizes
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.storage import checkpoint, checkpoint_arrays, sealed

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from mxjax.discovery.tasks.ptq.candidate_codes import (
   Function,
@@ -56,8 +57,8 @@ class HookAttentionFit(AttentionFit):
     values = of_heads(sample.taps), of_heads(sample.float_taps)
     return moments + self.sum_(*values, sample.index.astype(jnp.int32))[0]
 
+  @override
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """See `RecoveryFit.solve`."""
     if self.is_shuffled:
       moments = neighbours("recover_value", moments)
     pairs = _solved("recover_value", self.fit, moments)
@@ -97,8 +98,8 @@ class HookMlpFit(MlpFit):
     down = float_mlp["down_proj"]["weight"].astype(jnp.float32)
     return moments + self.sum_(*arrays, down, sample.index.astype(jnp.int32))[0]
 
+  @override
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """See `RecoveryFit.solve`."""
     theta, told = np.array(UNCORRECTED), self._told(moments)
     if told is not None:
       theta = _solved("recover_mlp", self.fit, told[None])[0]

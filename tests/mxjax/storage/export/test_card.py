@@ -52,6 +52,11 @@ def test_what_was_not_measured_or_is_not_known_is_said():
   assert "| perplexity | not measured when it was exported |" in text
   assert "| method | unknown |" in text and "| float model | unknown |" in text
   assert "w4a4" not in text
+  tags = lambda contract: card.model_card(
+    "mxjax-safetensors",
+    {"source": {"contract": contract}, "activations": "as in the checkpoint"},
+  ).splitlines()[3]
+  assert "w4a4" in tags({}) and "w4a4" not in tags({"activations": "float"})
   assert set(card.LOADING) == {
     *("compressed-tensors", "dequant", "gguf", "mxjax-safetensors"),
     "mxjax-transformers",

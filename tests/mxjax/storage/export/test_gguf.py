@@ -6,7 +6,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
 from mxjax import models
@@ -15,9 +15,7 @@ from mxjax.models.loading import gguf as loading
 from mxjax.numerics import mxfp4
 from mxjax.storage import export
 from mxjax.storage.export import features, gguf
-from tests import refusals
-
-TOKENS = ["<a>", "b", "é"]
+from tests import refusals, tiny
 
 
 def test_blocks_decode_as_the_library_says():
@@ -50,28 +48,7 @@ def base(tiny_config, tiny_params, tmp_path):
 
   def write(**changes):
     config = dataclasses.replace(tiny_config, **changes)
-    path = tmp_path / f"base{len(changes)}.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([1, 1, 3])
-    writer.add_file_type(0)
-    for name, array, kind in gguf.to_tensors(export.Source(tiny_params, config)):
-      writer.add_tensor(name, array, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return tiny.save_gguf(tmp_path / f"base{len(changes)}.gguf", tiny_params, config)
 
   return write
 
@@ -94,7 +71,7 @@ def test_our_loader_reads_the_decoded_weights_and_all_settings(
     np.testing.assert_array_equal(np.asarray(loaded[path], np.float32), wide)
   assert "QuantizedLinear" in kinds and len(kinds) == 2
   reader = GGUFReader(out / "model.gguf")
-  assert loading.field(reader, "tokenizer.ggml.tokens") == TOKENS
+  assert loading.field(reader, "tokenizer.ggml.tokens") == tiny.GGUF_TOKENS
   assert loading.field(reader, "tokenizer.ggml.token_type") == [1, 1, 3]
   assert loading.field(reader, "general.file_type") == 38
   stored = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}

@@ -1,5 +1,6 @@
-"""Memory of a model by purpose, in bytes."""
+"""Memory of a model by purpose, in bytes, and a warning where it saves little."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,16 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 
+WARN_ABOVE = 0.5
+"""Share of its bfloat16 bytes above which a quantized model is warned of."""
+_PARTS = {
+  "rounding": "tables that refine activations",
+  "maps": "input maps",
+  "other": "embeddings, norms, head and biases",
+  "codes": "codes",
+  "scales": "scales",
+  "recovery": "recovery",
+}
 _NODES = (QuantizedLinear, Int8Matrix, ValueRecovery, MlpRecovery)
 
 
@@ -65,3 +76,29 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
     "bf16_total": bf16_total,
     "ratio": bf16_total / total if total else None,
   }
+
+
+def warning(report: Mapping[str, Any]) -> str | None:
+  """Returns a sentence if a quantized model is large; `report` is a `size_report`.
+
+  It is if all stored bytes are more than `WARN_ABOVE` of the same model in bfloat16.
+  The sentence says what takes the bytes, the largest part first.
+  """
+  total, whole = report["total"], report["bf16_total"]
+  if not report["quantized_linears"]["weights"] or total <= WARN_ABOVE * whole:
+    return None
+  found = {**report, **report["quantized_linears"], "total": None}
+  parts = sorted(((found[part], told) for part, told in _PARTS.items()), reverse=True)
+  shares = [f"{told} {size / total:.0%}" for size, told in parts if size >= total / 100]
+  return (
+    f"the quantized model takes {total / 2**20:.4g} MiB, {total / whole:.2f} of its "
+    f"{whole / 2**20:.4g} MiB in bfloat16: {', '.join(shares)}. Maps and tables weigh "
+    "less on wider models; `mxjax plan MODEL --method all` lists every method."
+  )
+
+
+def warn(name: str, report: Mapping[str, Any]) -> str | None:
+  """Logs the `warning` of a model made by the method `name`, and returns it."""
+  if told := warning(report):
+    logging.getLogger("mxjax").warning("%s: %s", name, told)
+  return told

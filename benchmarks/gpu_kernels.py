@@ -1,0 +1,229 @@
+"""How long does one operation take, beside the library that others use for it?
+
+Through public functions: `encode` and `decode` against a copy; a quantized linear with
+its A4 rule, `[12288, 4096]` in HiRes form and with several codes, at 1 to 2,048 rows
+against torch's BF16 product; and a layer's causal attention against torch's. Times are
+the device's: many calls form one program, because a kernel of microseconds is shorter
+than its start from Python, and operands rotate through more memory than the
+second-level cache holds, because a model's weights do not stay there either.
+
+  python benchmarks/gpu_kernels.py            # at most 2.5 minutes on an H100
+  python benchmarks/gpu_kernels.py --tiny     # rehearses on a CPU
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
+import statistics
+import sys
+import time
+
+import common
+
+LIMITS = {"torch": 40, "ours": 110}
+"""Sides, and the seconds after which each is stopped."""
+ROTATED = 4 * 50 * 2**20
+"""Bytes that operands rotate through: four times the second-level cache of an H100."""
+MOST_SETS, MOST_CALLS = 32, 16
+"""Sets of operands in a program, and calls in flight: JAX waits behind 32."""
+HOST_BOUND = 0.9
+"""Share of a call's time from which its start on the host decides it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Shapes of the operations."""
+
+  encode: tuple = (16384, 8192)
+  linear: tuple = (12288, 4096)
+  rows: tuple = (1, 4, 16, 64, 128, 256, 512, 2048)
+  attention: tuple = (2048, 32, 8, 128)
+  batches: int = 5
+
+
+TINY = Sizes((32, 64), (96, 64), (1, 20), (40, 4, 2, 16), 1)
+
+
+def ours(sizes, results):
+  """Times the operations of this library."""
+  import gpu_models
+  import jax
+  import jax.numpy as jnp
+
+  import mxjax
+  from mxjax.layers.inference_packing import pack_for_inference
+  from mxjax.layers.linear import linear
+  from mxjax.models import functional
+  from mxjax.numerics.realization.activation_quantizers import FewCodes
+
+  results.put("device", jax.devices()[0].device_kind)
+
+  def rotating(function, arguments):
+    """A program of a call for each of several copies of its arguments; how many."""
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments))
+    count = min(max(-(-ROTATED // nbytes), 2), MOST_SETS) if sizes.batches > 1 else 2
+    # Operands of their own, or XLA would run one call for all.
+    sets = [jax.tree.map(jnp.copy, arguments) for _ in range(count)]
+    return jax.jit(lambda sets: [function(*each) for each in sets]), sets
+
+  def once(run, sets):
+    """Median seconds of a program, and the share of it until the host had begun it."""
+    start = time.perf_counter()
+    jax.block_until_ready(run(sets))
+    taken = time.perf_counter() - start
+    count = min(max(1, int(0.02 / taken)), MOST_CALLS) if sizes.batches > 1 else 1
+    times, begun = [], []
+    for _ in range(sizes.batches):
+      start = time.perf_counter()
+      for _ in range(count):
+        made = run(sets)
+      called = time.perf_counter()
+      jax.block_until_ready(made)
+      times.append((time.perf_counter() - start) / count)
+      begun.append((called - start) / count / times[-1])
+      del made
+    return statistics.median(times), statistics.median(begun)
+
+  def measure(calls):
+    """Times calls by name; the compiler takes one core and seconds for each."""
+    programs = {name: rotating(*call) for name, call in calls.items()}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+      list(pool.map(lambda p: jax.block_until_ready(p[0](p[1])), programs.values()))
+    for name, (run, sets) in programs.items():
+      rounds = [once(run, sets) for _ in range(2)]
+      runs = [1e3 * seconds / len(sets) for seconds, _ in rounds]
+      entry = {"ms": statistics.mean(runs), "runs_ms": runs}
+      entry["host_bound"] = max(share for _, share in rounds) >= HOST_BOUND
+      operands = (*calls[name][1], jax.eval_shape(calls[name][0], *calls[name][1]))
+      moved = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(operands))
+      results.put(name, entry | {"GBps": moved / entry["ms"] / 1e6})
+
+  wide = jax.random.normal(jax.random.key(0), sizes.encode, jnp.float32)
+  narrow = wide.astype(jnp.bfloat16)
+  calls = {
+    # Negation reads and writes everything once and cannot be optimized away.
+    "copy": (lambda x: -x, (narrow,)),
+    "encode float32": (mxjax.encode, (wide,)),
+    "encode bfloat16": (mxjax.encode, (narrow,)),
+    "decode to bfloat16": (
+      functools.partial(mxjax.decode, dtype=jnp.bfloat16),
+      (mxjax.encode(narrow),),
+    ),
+  }
+  measure(calls)
+  del wide, narrow, calls
+  key = jax.random.key(1)
+  dense, one = (
+    gpu_models.random_linear(key, *sizes.linear, quantized)
+    for quantized in (False, True)
+  )
+  few = dataclasses.replace(one, rounding=FewCodes(one.rounding.gram, 4, True))
+  weights = {"BF16": dense}
+  for name, leaf in (("HiRes", one), ("four codes", few)):
+    packed = pack_for_inference({"layer": leaf}, tables=False)["layer"]
+    weights[name] = packed
+  for rows in sizes.rows:
+    x = jax.random.normal(key, (1, rows, sizes.linear[1]), jnp.bfloat16)
+    measure(
+      {f"linear, {rows} rows, {name}": (linear, (x, w)) for name, w in weights.items()}
+    )
+  tokens, heads, kv_heads, width = sizes.attention
+  draw = lambda n: jax.random.normal(key, (1, tokens, n, width), jnp.bfloat16)
+  operands = draw(heads), draw(kv_heads), draw(kv_heads)
+  measure({f"attention of {tokens} tokens": (functional.causal_attention, operands)})
+
+
+def torchs(sizes, results):
+  """Times torch's products and attention in captured graphs, operands rotating."""
+  import torch
+  import torch.nn.functional as F
+
+  is_gpu = torch.cuda.is_available()
+  device = "cuda" if is_gpu else "cpu"
+  results.put("device", [torch.cuda.get_device_name() if is_gpu else "cpu"])
+  normal = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+  def measure(name, function, make):
+    nbytes = sum(a.nbytes for a in make())
+    sets = [make() for _ in range(min(max(-(-ROTATED // nbytes), 2), MOST_SETS))]
+    run = lambda: [function(*each) for each in sets]
+    if not is_gpu:
+      results.put(name, {"ms": common.clock(run)["ms"] / len(sets)})
+      return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+      for _ in range(3):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+      run()
+    runs = []
+    for _ in range(2 * sizes.batches):
+      start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+      start.record()
+      for _ in range(4):
+        graph.replay()
+      end.record()
+      torch.cuda.synchronize()
+      runs.append(start.elapsed_time(end) / 4 / len(sets))
+    results.put(name, {"ms": statistics.median(runs), "runs_ms": runs})
+
+  with torch.inference_mode():
+    m, d = sizes.linear
+    for rows in sizes.rows:
+      make = lambda rows=rows: (normal(rows, d), normal(m, d))
+      measure(f"linear, {rows} rows, BF16", lambda x, w: x @ w.T, make)
+    tokens, heads, kv_heads, width = sizes.attention
+    attend = functools.partial(
+      F.scaled_dot_product_attention, is_causal=True, enable_gqa=True
+    )
+    make = lambda: tuple(
+      normal(1, n, tokens, width) for n in (heads, kv_heads, kv_heads)
+    )
+    measure(f"attention of {tokens} tokens", attend, make)
+
+
+def compared(parts):
+  """Rows of the table: milliseconds, GB/s relative to a copy, and ratios to torch."""
+  mine, base, rows = parts.get("ours", {}), parts.get("torch", {}), []
+  copy = mine.get("copy", {}).get("GBps")
+  for name, entry in mine.items():
+    if isinstance(entry, dict):
+      other = base.get(name) or base.get(name.rpartition(", ")[0] + ", BF16")
+      share = f"{entry['GBps'] / copy:.2f}" if copy else "-"
+      ratio = f"{entry['ms'] / other['ms']:.2f}" if other else "-"
+      mark = " (host)" if entry["host_bound"] else ""
+      rows.append([name, f"{entry['ms']:.4f}{mark}", share, ratio])
+  return rows
+
+
+def main():
+  """Runs each side in a process of its own, and writes what they measured."""
+  parser = common.parser(__doc__, tiny=True)
+  parser.add_argument("--only", choices=LIMITS, help="one side, into --out")
+  options = parser.parse_args()
+  sizes = TINY if options.tiny else Sizes()
+  if options.only:
+    run = {"ours": ours, "torch": torchs}[options.only]
+    run(sizes, common.Entries(options.out))
+    return
+  has_torch = importlib.util.find_spec("torch") is not None
+  limits = {side: s for side, s in LIMITS.items() if side != "torch" or has_torch}
+  if options.tiny:
+    limits = dict.fromkeys(limits, 600)
+  parts, failures = common.in_processes(limits, ["--tiny"] if options.tiny else [])
+  head = ["operation", "ms", "bytes a second / copy", "time / torch BF16"]
+  text = common.markdown(head, compared(parts))
+  if failures:
+    text += f"\nNot measured to the end: {failures}\n"
+  made = common.stamp(*(["torch"] if has_torch else []))
+  result = made | {"sizes": dataclasses.asdict(sizes), "parts": parts}
+  common.finish(options, result | {"failures": failures}, text)
+  sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+  main()

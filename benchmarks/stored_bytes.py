@@ -1,0 +1,137 @@
+"""All stored bytes of methods on three sizes of models, beside the error measured.
+
+  python benchmarks/stored_bytes.py
+
+Bytes are those of `mxjax plan --method`: every array that a checkpoint holds. KL from
+the float model is taken from results/hires_next.json, where it was measured on
+SmolLM2-135M-Instruct and WikiText-2: of its first calibration draw, which alone has all
+rows. No error was measured at 1B and 8B.
+It also writes results/paper_by_size.json, what the paper's tables say by model size.
+"""
+
+import json
+import pathlib
+import statistics
+
+import common
+
+from mxjax import methods, models
+from mxjax.audit import plan
+from mxjax.evaluation.tables.paper import PAPER, value
+from mxjax.models import families
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "tests" / "golden"
+LLAMA_1B = {
+  "model_type": "llama",
+  "architectures": ["LlamaForCausalLM"],
+  "vocab_size": 128256,
+  "hidden_size": 2048,
+  "intermediate_size": 8192,
+  "num_hidden_layers": 16,
+  "num_attention_heads": 32,
+  "num_key_value_heads": 8,
+  "head_dim": 64,
+  "tie_word_embeddings": True,
+}
+"""The shapes of Llama-3.2-1B."""
+METHODS = (
+  "rtn",
+  "gptq",
+  "brq",
+  "wush",
+  "wush:weighting=fisher+tune",
+  "hires",
+  "hires:storage=bfloat16",
+  "hires-next",
+  "gptq:activations=float",
+  "hires:activations=float",
+)
+MEASURED = {
+  "rtn": "rtn",
+  "wush": "wush",
+  "wush:weighting=fisher+tune": "wush, fisher, tuned",
+  "hires": "hires",
+  "hires-next": "hires-next",
+}
+"""The rows of results/hires_next.json that are one of these methods."""
+TEXT, DRAW = "WikiText-2", 1
+PAPER_METHODS = ("BF16", "RTN", "GPTQ", "BRQ", "WUSH", "HiRes")
+SHOWN = "RTN", "HiRes"
+
+
+def configs():
+  """The models by the name of their size."""
+  values = json.loads((GOLDEN / "paper_configs.json").read_text())["Llama-3-8B"]
+  return {
+    "SmolLM2-135M-Instruct": models.load_config(None),
+    "Llama-3.2-1B": families.from_hf_config(LLAMA_1B),
+    "Llama-3-8B": families.from_hf_config(values),
+  }
+
+
+def measured():
+  """KL by method on the smallest model, nats a token."""
+  rows = json.loads((common.RESULTS / "hires_next.json").read_text())["rows"]
+  of = {row["name"]: row["texts"][TEXT]["kl"] for row in rows if row["draw"] == DRAW}
+  return {method: statistics.fmean(of[name]) for method, name in MEASURED.items()}
+
+
+def table(sizes, kl):
+  """A line a method: all bytes against bfloat16, and KL where it was measured."""
+  head = ["method", "form", *sizes, f"KL, {next(iter(sizes))}"]
+  lines = []
+  for method in METHODS:
+    of = [parts[method] for parts in sizes.values()]
+    shown = [
+      f"{one['total'] / 1e9:.3f} GB, {one['total'] / one['bf16']:.2f}" for one in of
+    ]
+    told = f"{kl[method]:.3f}" if method in kl else "-"
+    lines.append([f"`{method}`", of[0]["form"], *shown, told])
+  bf16 = [next(iter(parts.values()))["bf16"] for parts in sizes.values()]
+  lines.append(["float", "BF16", *(f"{size / 1e9:.3f} GB, 1.00" for size in bf16), "0"])
+  return common.markdown(head, lines)
+
+
+def by_size():
+  """The paper's WikiText-2 perplexities and Fit-7 by model, smallest first."""
+  found = {}
+  for model, part in PAPER["raw_seven_task"].items():
+    rows = {row["Method"]: row for row in part["rows"]}
+    found[model] = {name: rows[name] for name in PAPER_METHODS}
+  return found
+
+
+def paper_table(found):
+  """A line a model: perplexities, what RTN and HiRes add to BF16's, their Fit-7."""
+  lines = [
+    [
+      model,
+      *(rows[name]["WT2"] for name in PAPER_METHODS),
+      *(
+        f"{value(rows[n]['WT2']) / value(rows['BF16']['WT2']) - 1:+.1%}" for n in SHOWN
+      ),
+      *(rows[name]["Fit-7"] for name in SHOWN),
+    ]
+    for model, rows in found.items()
+  ]
+  head = ["model", *PAPER_METHODS, *(f"{n} over BF16" for n in SHOWN)]
+  head += [f"Fit-7, {name}" for name in SHOWN]
+  return common.markdown(head, lines)
+
+
+def main():
+  options = common.parser(__doc__).parse_args()
+  sizes = {
+    model: {name: plan.stored(config, methods.get(name)) for name in METHODS}
+    for model, config in configs().items()
+  }
+  kl = measured()
+  result = {**common.stamp(), "sizes": sizes, "text": TEXT, "measured": kl}
+  common.write(options.out, result, table(sizes, kl))
+  found = by_size()
+  result = {**common.stamp(), "models": found}
+  common.write(common.RESULTS / "paper_by_size.json", result, paper_table(found))
+
+
+if __name__ == "__main__":
+  main()

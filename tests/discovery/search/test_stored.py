@@ -1,0 +1,123 @@
+"""What a run paid for has a digest, and files of others are read within bounds."""
+
+import json
+import shutil
+
+import pytest
+
+from mxjax.cli.main import main
+from mxjax.discovery.audit import verify
+from mxjax.discovery.core import store
+from mxjax.discovery.proposers import endpoint
+from mxjax.discovery.search import runs
+
+TRUSTED = runs.Trusted(sandbox="off")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("stored") / "run"
+  words = ["discover", "run", "--task", "world", "--budget", "4", "--seed", "3"]
+  assert main([*words, "--sandbox", "off", "--holdout", "off", f"--out={folder}"]) == 0
+  return folder
+
+
+def copied(finished, tmp_path, events=None):
+  """A copy of the run; with `events`, one that was killed after so many."""
+  folder = tmp_path / "run"
+  shutil.copytree(finished, folder)
+  if events is not None:
+    lines = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "log.jsonl").write_bytes(b"".join(lines[:events]))
+  return folder
+
+
+def flipped(path, place):
+  """Changes one bit of a file."""
+  data = bytearray(path.read_bytes())
+  data[int(place * (len(data) - 1))] ^= 1
+  path.write_bytes(data)
+
+
+def test_an_intact_run_verifies(finished):
+  assert verify.verify(finished, calls=0, trusted=TRUSTED).complaints == ()
+
+
+@pytest.mark.parametrize("kind", ["outcomes", "proposals"])
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.35, 0.6, 0.85, 1.0])
+def test_a_changed_result_is_found_and_no_run_goes_on_with_it(
+  finished, tmp_path, capsys, kind, place
+):
+  folder = copied(finished, tmp_path, events=2)
+  for path in (folder / kind).glob("*.json"):
+    flipped(path, place)
+  assert main(["discover", "resume", str(folder), "--sandbox", "off"]) == 2
+  told = capsys.readouterr().err
+  assert "expected a result as it was paid for" in told
+  assert "put back an intact copy" in told
+  assert len(told.splitlines()) == 1
+  shutil.copyfile(finished / "log.jsonl", folder / "log.jsonl")
+  complaints = verify.verify(folder, calls=0, trusted=TRUSTED).complaints
+  files = [path.name for path in (folder / kind).glob("*.json")]
+  assert all(any(name in told for told in complaints) for name in files)
+
+
+def test_an_outcome_of_another_run_is_found(finished, tmp_path):
+  """Its digest holds, and its values are not those of the log."""
+  folder = copied(finished, tmp_path)
+  kept = store.Store(tmp_path / "other")
+  path = next((folder / "outcomes").glob("*.json"))
+  entry = store.read_stored(path)
+  entry["outcome"]["values"]["loss"] += 1.0
+  kept.put("outcomes", path.stem, entry)
+  shutil.copyfile(tmp_path / "other" / "outcomes" / path.name, path)
+  (told,) = verify.verify(folder, calls=0, trusted=TRUSTED).complaints
+  assert told.startswith(f"the outcome {path.stem[:12]} is not that of event ")
+
+
+def test_options_that_the_log_does_not_know_are_found(finished, tmp_path):
+  folder = copied(finished, tmp_path)
+  options = json.loads((folder / "run.json").read_text())
+  options["config"]["budget"] = 5
+  (folder / "run.json").write_text(json.dumps(options))
+  (told,) = verify.verify(folder, calls=0, trusted=TRUSTED).complaints
+  assert told == "run.json has another config than the log began with"
+
+
+FORGED = {
+  "deep": b"[" * 100_000 + b"]" * 100_000,
+  "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+  "no object": b"[]",
+  "null": b"null",
+  "no UTF-8": b'{"a": "\xff\xfe"}',
+  "not a number": b'{"event": NaN}',
+  "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_files_are_told_in_one_sentence_that_names_them(
+  finished, tmp_path, capsys, name
+):
+  folder = copied(finished, tmp_path, events=2)
+  for what in ("run.json", "log.jsonl", "outcomes", "proposals"):
+    paths = [folder / what]
+    if (folder / what).is_dir():
+      paths = [*(folder / what).glob("*.json")]
+    kept = [path.read_bytes() for path in paths]
+    for path in paths:
+      path.write_bytes(FORGED[name] + (b"\n" if what == "log.jsonl" else b""))
+    capsys.readouterr()
+    assert main(["discover", "resume", str(folder), "--sandbox", "off"]) == 2, what
+    told = capsys.readouterr().err
+    # A resumed run compares its log event by event, and names the folder.
+    place = folder if what == "log.jsonl" else folder / what
+    assert str(place) in told, what
+    assert "expected" in told and "; " in told
+    assert len(told.splitlines()) == 1
+    for path, data in zip(paths, kept, strict=True):
+      path.write_bytes(data)
+  tape = tmp_path / "tape.jsonl"
+  tape.write_bytes(FORGED[name] + b"\n")
+  with pytest.raises(ValueError, match="a recorded reply in line 1"):
+    endpoint.Cassette(tape, "replay")
