@@ -39,13 +39,14 @@ QUESTIONS = {
   "build 8B": ("gpu_build.py", ("--only", "8B hires")),
   "build 8B, next": ("gpu_build.py", ("--only", "8B hires-next")),
   "kernels": ("gpu_kernels.py", ()),
+  "float8 rows": ("gpu_float8_rows.py", ()),
 }
 """Scripts and their options, by name."""
 PARTS = {
   1: {CHECKS: 150, "evaluate": 180, "build small": 210},
   2: {"generate": 240, "build small, next": 300},
   3: {"build 8B": 470},
-  4: {"kernels": 150, "build 8B, next": 380},
+  4: {"kernels": 110, "float8 rows": 50, "build 8B, next": 380},
 }
 """Questions of each part in order, with their largest seconds."""
 

@@ -121,6 +121,27 @@ def agreed(result):
   }
 
 
+def timeline(log, start):
+  """When the command said what it does next: pairs of seconds since `start` and words.
+
+  Layers after the first are told as one, because they call what it has compiled.
+  """
+  said, last = [], None
+  for line in log.read_text().splitlines():
+    try:
+      event = json.loads(line)
+    except ValueError:
+      continue
+    words = event.get("text") or event.get("stage") or event.get("event")
+    if event.get("layer") and words not in ("sanity gate",) and "window" not in words:
+      words = "later layers"
+    words = f"{event.get('method', '')} {words.split(', window')[0]}".strip()
+    if words != last:
+      said.append([round(event["time"] - start, 1), words[:120]])
+    last = words
+  return said
+
+
 def run_build(words, folder, environment, limit):
   """Runs a build to its end or limit; returns its entry."""
   told, out = folder / "told.json", folder / "out"
@@ -143,6 +164,7 @@ def run_build(words, folder, environment, limit):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()
   entry = {"seconds": round(time.time() - start, 2), "status": "ok"}
+  entry["timeline"] = timeline(folder / "log", start)
   if code != 0:
     last = (folder / "log").read_text().strip().splitlines()[-12:]
     why = f"stopped after {limit} s" if code is None else f"ended with {code}"

@@ -293,6 +293,14 @@ def is_checkpoint(source: str | os.PathLike[str] | None) -> bool:
   return (checkpoint_folder(source) / checkpoint.MANIFEST).is_file()
 
 
+def positions_of(source: str | os.PathLike[str] | None) -> int:
+  """Returns the longest sequence of what `restore` reads; reads no array."""
+  if source is not None and is_checkpoint(source):
+    manifest = checkpoint.read_manifest(checkpoint_folder(source))
+    return manifest["model_config"]["max_positions"]
+  return models.load_config(None if source is None else str(source)).max_positions
+
+
 def restore(
   source: str | os.PathLike[str] | None,
   mesh: Mesh | None = None,

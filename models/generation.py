@@ -323,7 +323,7 @@ def prefill(
   Raises:
     ValueError: The prompts are empty, too long for the model or outside its vocabulary.
   """
-  check_arguments(model, tokens, 0, 0.0, None, None, None)
+  check_arguments(model, tokens, 0, 0.0, None, None, None, place="prefill")
   ids = token_ids(tokens, "prefill", vocabulary=model.config.vocab_size)
   length = ids.shape[1]
   padded = np.pad(ids, ((0, 0), (0, bucket_of(length) - length)))
@@ -636,8 +636,13 @@ def check_arguments(
   top_k: int | None,
   top_p: float | None,
   key: jax.Array | None,
+  place: str = "generate",
 ) -> None:
-  """Raises ValueError for arguments of `generate` that are out of range."""
+  """Checks the arguments of `generate`, or of another function named by `place`.
+
+  Raises:
+    ValueError: One is out of range.
+  """
   length, limit = tokens.shape[-1] + max_new_tokens, model.config.max_positions
   is_empty = tokens.ndim != 2 or 0 in tokens.shape
   problems = (
@@ -651,4 +656,4 @@ def check_arguments(
   )
   for is_present, expected, got in problems:
     if is_present:
-      raise ValueRefusal("generate", expected=expected, got=got)
+      raise ValueRefusal(place, expected=expected, got=got)

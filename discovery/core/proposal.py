@@ -195,6 +195,10 @@ class Demand:
     return self.response in FORBIDDING
 
 
+QUESTION_CALLS = 3
+"""Fewest calls of a question: the candidate, a control of its own, and a rival's."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
   """Everything that a proposer is told; nothing else reaches a prompt.

@@ -18,7 +18,13 @@ from typing import Any
 from mxjax.discovery.core import candidate_source as limits
 from mxjax.discovery.core import interventions
 from mxjax.discovery.core.interface import Hook
-from mxjax.discovery.core.proposal import Context, Demand, Evidence, Experiment
+from mxjax.discovery.core.proposal import (
+  QUESTION_CALLS,
+  Context,
+  Demand,
+  Evidence,
+  Experiment,
+)
 from mxjax.discovery.core.residual import OTHER_TEXT, Residual, bare
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import Response
@@ -236,7 +242,9 @@ ASKING = """
   answer again. At most twice a proposal."""
 QUESTION = """
 - "residual": the observable that the edit is about, one of those that are listed below
-  as open to a question, or null for a candidate without a question.
+  as open to a question. A program is put to the test with the accounts of why it should
+  help: null is for rounds in which nothing is open, or in which fewer than {least}
+  calls are left.
 - "explanations": two accounts or more of why it should help, yours first; each has
   "name", "statement" and "predictions", as in
   {{"primary": {{"{target}": "down"}}, "c": {{"{target}": "lost"}}}}: condition,
@@ -370,6 +378,7 @@ def _system(task: Task, evidence: Evidence) -> str:
       ),
       rivals="; ".join((ANOTHER_PART, *task.rivals_told)),
       except_=", but for other_text" if OTHER_TEXT in known else "",
+      least=QUESTION_CALLS,
     )
   if evidence == "verdict" and task.example:
     form += (
@@ -547,7 +556,7 @@ def memory(
     due = [d.residual.observable for d in context.demands if not d.forbids]
     known = dict.fromkeys((*due, *(r.observable for r in context.residuals)))
     texts.append(
-      f'Open to a question now, as "residual": {", ".join(known)}, or null.'
+      f'Open to a question now, as "residual": {", ".join(known)}.'
       if known
       else 'Nothing is open to a question now: leave "residual" null.'
     )

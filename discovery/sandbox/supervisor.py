@@ -256,7 +256,9 @@ class Tracer:
         return RawTrace(error.status, f"the trace worker failed: {error}")
       took = time.monotonic() - begun
       is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
-      if outcome["signal"] != signal.SIGKILL or not is_early:
+      # The worker kills a jail that sends too much, or that takes too long, itself.
+      is_ours = outcome["verdict"] in ("oversize", "timeout", "stuck")
+      if outcome["signal"] != signal.SIGKILL or is_ours or not is_early:
         break
       killed += 1
       if killed == 2:

@@ -13,6 +13,7 @@ from typing import Any
 from mxjax.discovery.core import identity, verdict
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import (
+  QUESTION_CALLS,
   Context,
   Evidence,
   ExhaustedError,
@@ -307,6 +308,15 @@ class Search:
         f"residual: {asked} is no open question of this parent; ask about "
         f"{', '.join(names) or 'none'}, or set it to null."
       )
+    focus = selection.focus
+    if self._config.policy != "none" and asked is None and focus is not None:
+      if self.ledger.left >= QUESTION_CALLS:
+        return (
+          f"residual: this round is about {focus.observable}, which is open, and the "
+          "program names no question. Register two accounts or more of why it should "
+          "help, with a control that tells them apart, about that or another open "
+          "residual. The program may stay as it is."
+        )
     prepared = self._evaluator.prepare(proposal.source)
     refusal, _ = self._registered_as(selection, proposal, prepared)
     return "" if refusal is None else f"{refusal[0]}: {refusal[1]}"

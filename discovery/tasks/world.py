@@ -82,7 +82,10 @@ def _hook(site: str) -> Hook:
 INTERFACE = Interface(
   hooks=tuple(map(_hook, SITES)),
   plan={"remeasure": (False, True)},
-  plan_docs={"remeasure": "whether every site is measured again after the one before"},
+  plan_docs={
+    "remeasure": "whether a site is measured again after the site before it in the "
+    "chain"
+  },
 )
 """One hook per site, on rows of eight numbers."""
 _SITE = Value(doc="the site whose edit is changed", one_of=SITES)
@@ -142,14 +145,17 @@ class World(Defaults):
     + f". An operation has its full effect at amplitude {FULL}, as in `return x + "
     f"{FULL} * jnp.roll(x, 1)`; far larger ones cost loss. At each site each operation "
     "is one of: mechanism (lowers the site's excess and the loss), mediator (lowers "
-    "the excess alone), inert, harmful; at some sites any edit of a size gains. Sites "
-    "depend on each other in an order you are not told, each on the one before it. "
-    "While that one does not work, a site is closed: it gains little, and its excess "
-    f"is {CLOSED} or, lowered by an edit of its own, {CLOSED * (1 - LOWERED):.2g}. "
-    "Once that one works, the site is open: it gains in full, and its excess is "
-    f"{OPEN} or, lowered by an edit of its own, {OPEN * (1 - LOWERED):.2g}. So an "
-    f"excess that jumps from {CLOSED} to {OPEN} says that the site before it began to "
-    "work; it is no harm done at this site."
+    "the excess alone), inert, harmful; at some sites any edit of a size gains, "
+    "whatever its operation. A site works as far as its mechanism has its effect, or, "
+    "where any edit gains, once the edit has half of the full size; a mediator does "
+    "not make it work. The sites are one chain in an order that you are not told: each "
+    "but the first, which is open, depends on the one before it. "
+    "While that one does not work, a site is closed: it gains "
+    f"little, and its excess is {CLOSED} or, lowered by a mechanism or mediator of its "
+    f"own, {CLOSED * (1 - LOWERED):.2g}. Once that one works, the site is open: it "
+    f"gains in full, and its excess is {OPEN} or, lowered by its own, "
+    f"{OPEN * (1 - LOWERED):.2g}. So an excess that jumps from {CLOSED} to {OPEN} says "
+    "that the site before it began to work; it is no harm done at this site."
   )
   observables: Mapping[str, str] = {
     "loss": "the target, without unit; the start has about 3, and chaos of "

@@ -229,12 +229,10 @@ def verdict(runs: Sequence[Run]) -> str:
     head = f"Of {len(runs)} methods, {head} is nearest to the float model: it"
   parts = []
   if size := run.get("size"):
-    ratio, word = size["ratio"], "smaller"
-    if ratio < 1:
-      ratio, word = 1 / ratio, "larger"
     parts.append(
       f"stores {size['quantized_linears']['bits_per_weight']:.3g} bits a weight, "
-      f"{numbers.size(size['total'])} in all, {ratio:.2f}× {word} than BF16"
+      f"{numbers.size(size['total'])} in all, {1 / size['ratio']:.2f} times the size "
+      "of BF16"
     )
   for name, found in (run["perplexity"] or {}).items():
     said = f"has a perplexity of {numbers.number(found['mean'])} on {name}"
@@ -244,7 +242,8 @@ def verdict(runs: Sequence[Run]) -> str:
     if plain:
       beside["RTN"] = plain["perplexity"].get(name, {}).get("mean")
     told = [f"{numbers.number(v)} of {k}" for k, v in beside.items() if v is not None]
-    parts.append(said + (f", beside {' and '.join(told)}" if told else ""))
+    said += f", beside {' and '.join(told)}" if told else ""
+    parts.append(said + _against_baseline(run, plain, name))
   if compared := run.get("agreement"):
     said = (
       f"diverges by {numbers.number(compared['kl_mean'])} nats a token and flips "
@@ -257,6 +256,31 @@ def verdict(runs: Sequence[Run]) -> str:
       )
     parts.append(said)
   return f"{head} {'; it '.join(parts) or 'was not measured'}."
+
+
+def _against_baseline(run: Run, plain: Run | None, name: str) -> str:
+  """Says by how much perplexity is below RTN's, paired by window, or nothing.
+
+  The losses of windows differ far more from each other than the methods do on one
+  window, so that the interval of a perplexity says little about their order.
+  """
+  ours, theirs = (
+    row["perplexity"].get(name, {}).get("window_losses", []) if row else []
+    for row in (run, plain)
+  )
+  if len(ours) != len(theirs) or len(ours) < 2:
+    return ""
+  found = paired_interval(ours, theirs)
+  if not (math.isfinite(found.low) and math.isfinite(found.high)):
+    return ""
+  if found.low <= 0 <= found.high:
+    return f"; the same {len(ours)} windows do not tell it from RTN"
+  change = sorted(abs(math.expm1(end)) for end in (found.low, found.high))
+  return (
+    f"; on the same {len(ours)} windows it is {abs(math.expm1(found.mean)):.1%} "
+    f"{'below' if found.mean < 0 else 'above'} RTN (95 % interval {change[0]:.1%} to "
+    f"{change[1]:.1%})"
+  )
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
@@ -279,8 +303,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
       linears = size["quantized_linears"]
       own = linears["maps"] + linears["rounding"]
       cause = (
-        "its maps and tables weigh as much as they would on a larger model, whose "
-        "weights are more"
+        "a map and a table have one size for 32 inputs, and this model has few "
+        "outputs to share them"
         if own > size["other"]
         else "what is not quantized, such as embeddings, weighs most"
       )
@@ -371,14 +395,14 @@ def charts(runs: Sequence[Run]) -> str:
       lines(
         "Output error by layer",
         series,
-        "Relative squared error of the linears' outputs on calibration tokens, "
-        "geometric mean; lower is better.",
+        "This is the relative squared error of the linears' outputs on calibration "
+        "tokens, as a geometric mean; lower is better.",
         log=True,
       ),
       stacks(
         "Stored bytes",
         bars,
-        "Of the whole model, with everything that the method needs.",
+        "These are the bytes of the whole model, with all that the method needs.",
         y_format=numbers.size,
       ),
     )

@@ -98,6 +98,7 @@ def run(options: argparse.Namespace) -> None:
     arguments=shared.storage(options.storage),
   )
   if options.tasks:
+    shared.fit_lengths(options)
     _evaluate_tasks(options, packing)
   else:
     _evaluate_perplexity(options, packing)
@@ -105,9 +106,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _evaluate_perplexity(options: argparse.Namespace, packing: Any) -> None:
   from mxjax.cli import inputs, output
-  from mxjax.evaluation import evaluating
+  from mxjax.evaluation import evaluating, subjects
   from mxjax.evaluation.report import numbers
 
+  shared.fit_lengths(options, subjects.positions_of(options.source))
   evaluation = inputs.evaluation(options)
   is_compared = evaluation.operator_error or evaluation.agreement
   if options.model is not None and not is_compared:

@@ -94,6 +94,7 @@ def prepare(
   tell(f"loading {model_name(options)}")
   output.stage(f"loading {model_name(options)}")
   config = models.load_config(options.model, dtype=options.dtype)
+  shared.fit_lengths(options, config.max_positions)
   on_disk = subjects.stays_on_disk(config, options.on_disk)
   for line in _announcement(options, config, names, on_disk=on_disk):
     tell(line)

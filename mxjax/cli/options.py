@@ -72,6 +72,8 @@ PAPER_SEQUENCES = 128
 """Texts to calibrate on, where there is enough text."""
 EMBEDDED_SEQUENCES = 64
 """Of 2,048 tokens each: the embedded calibration text has 190,563 in all."""
+LENGTH = 2048
+"""Tokens of a calibration text and of a test window, in the paper."""
 TEXTS = ("prompt", "stop", "system", "task_options")
 """Options that judge an empty text themselves; all others name something."""
 
@@ -82,6 +84,30 @@ def sequences(options: argparse.Namespace) -> int:
     return options.sequences
   is_embedded = getattr(options, "calib", "") in (None, "embedded")
   return EMBEDDED_SEQUENCES if is_embedded else PAPER_SEQUENCES
+
+
+def fit_lengths(options: argparse.Namespace, positions: int | None = None) -> None:
+  """Sets the defaults of `--length` and `--window-length`, and checks what was given.
+
+  `positions` is the longest sequence of the model that is going to be read, if one is;
+  it is known from the config, before any weight is read.
+
+  Raises:
+    ValueError: A length exceeds the positions.
+  """
+  for name in ("length", "window_length"):
+    if not hasattr(options, name):
+      continue
+    if (given := getattr(options, name)) is None:
+      setattr(options, name, min(LENGTH, positions or LENGTH))
+    elif positions is not None and given > positions:
+      option = f"--{name.replace('_', '-')}"
+      raise ValueRefusal(
+        f"{options.command}: {option}",
+        expected=f"at most {positions} tokens, the positions of the model",
+        got=given,
+        mend=f"leave it out, or pass {option} {positions} or less",
+      )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -107,7 +133,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     help=f"texts to calibrate on; default: {PAPER_SEQUENCES}, and {EMBEDDED_SEQUENCES} "
     "of the embedded text, which has no more",
   ),
-  "--length": dict(type=whole(1), default=2048, metavar="T", help="tokens each"),
+  "--length": dict(
+    type=whole(1),
+    metavar="T",
+    help=f"tokens each; default: {LENGTH}, or all positions of a model that has fewer",
+  ),
   "--seed": dict(type=whole(0), default=0, metavar="S", help="of the sample"),
   "--sampling": dict(
     choices=text_sources.SAMPLINGS,
@@ -118,7 +148,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "--data": dict(metavar="DATA", help=f"{DATA_HELP}; several sets with commas between"),
   "--windows": dict(type=whole(1), default=8, metavar="N", help="windows of each set"),
   "--window-length": dict(
-    type=whole(2), default=2048, metavar="T", help="tokens in a window"
+    type=whole(2),
+    metavar="T",
+    help="tokens in a window; "
+    f"default: {LENGTH}, or all positions of a model that has fewer",
   ),
   "--replicates": dict(
     type=whole(1),

@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> None:
 
   programs = [methods.get(name) for name in shared.method_names(options.method or "")]
   config = models.load_config(options.model, dtype=options.dtype)
+  shared.fit_lengths(options, config.max_positions)
   axes = meshes.sizes(options.mesh) if options.mesh else {}
   planned = plan.plan(
     config,

@@ -31,14 +31,20 @@ def add_parser(commands: Any) -> None:
     "--save-every",
     type=shared.whole(1),
     metavar="LAYERS",
-    help="write the hidden states that a killed run goes on from after so many layers "
-    "(none: --resume runs the finished layers forward again, which takes a pass each)",
+    help="also save the hidden states after every so many layers, so that --resume "
+    "need not run the layers before them again; by default none are saved",
   )
   add(
     "--log",
     choices=("bars", "json"),
     default="bars",
     help="progress on stderr: bars, or one JSON event a line for machines",
+  )
+  add(
+    "--no-check",
+    dest="check",
+    action="store_false",
+    help="keep a model that collapsed instead of ending with an error",
   )
   shared.add(parser, "--on-disk", "--dtype")
   _add_report(parser.add_argument_group("report"))
@@ -78,12 +84,6 @@ def _add_sharing(group: Any) -> None:
     metavar="DIR",
     help="take the linears from a folder that `quantize` wrote on the same model and "
     "tokens, by a method that differs only in recovery; bits do not change",
-  )
-  add(
-    "--no-check",
-    dest="check",
-    action="store_false",
-    help="keep a model that collapsed instead of ending with an error",
   )
 
 

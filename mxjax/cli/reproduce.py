@@ -158,6 +158,7 @@ def requested(options: argparse.Namespace) -> Any:
   from mxjax.evaluation.tables.reproducing import Request
   from mxjax.evaluation.tables.settings import Settings
 
+  shared.fit_lengths(options)
   return Request(
     tables=options.tables,
     models=options.models,

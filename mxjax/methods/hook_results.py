@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import compilation
 from mxjax.errors import FloatingPointRefusal, TypeRefusal, ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
@@ -84,7 +85,7 @@ def check_array(
     )
 
 
-@jax.jit
+@compilation.jit()
 def _count_not_finite(leaves: list[jax.Array]) -> list[jax.Array]:
   return [(~jnp.isfinite(leaf)).sum(dtype=jnp.int32) for leaf in leaves]
 

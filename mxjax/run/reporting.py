@@ -23,6 +23,8 @@ SILENCE = 30.0
 """Seconds after which a `Heartbeat` says what goes on."""
 COMPILING = "/jax/core/compile/backend_compile_duration"
 """JAX's event of compiling: a scalar when it begins, a duration at its end."""
+BRIEF = 1.0
+"""Seconds of compiling after which a `Heartbeat` names the program."""
 _COUNTED = re.compile(r"(.+?) \d+/\d+")
 
 
@@ -84,7 +86,9 @@ class Heartbeat:
     now = time.monotonic()
     text = f"still at {self._stage}, for {span(now - self._since)}"
     for name, began in list(self._compiling.values()):
-      text += f"; compiling {name}, for {span(now - began)}"
+      # Programs that have just begun come and go.
+      if now - began >= BRIEF:
+        text += f"; compiling {name}, for {span(now - began)}"
     return text
 
   def _beat(self) -> None:

@@ -116,7 +116,7 @@ def test_it_tells_tokens_money_and_who_answered(tmp_path, capsys, monkeypatch):
   server = Server()
   body = chat("no", prompt_tokens=3000).replace(b'"m"', b'"m\\u001b[2J"')
   server.replies = [http(chat()), http(body), *list(edits())[:1], http(b"", "402 Pay")]
-  limits = {"max-tokens": 9000, "max-cost": 1.5}
+  limits = {"max-tokens": 9000, "max-cost": 1.5, "arm": "reflect"}
   try:
     assert discover(server, tmp_path / "run", **limits) == 2
   finally:

@@ -303,7 +303,8 @@ def discover(server, folder, *more):
   if more[0] == "run":
     words += ["--task", "world", "--seed", "3", "--budget", "5", "--sandbox", "off"]
     words += ["--proposer", "llm", "--endpoint", server.url, "--endpoint-model", "m"]
-    words += ["--holdout", "off", "--out", str(folder)]
+    # Edits alone, so that every answer is a call.
+    words += ["--arm", "reflect", "--holdout", "off", "--out", str(folder)]
   return main(words)
 
 

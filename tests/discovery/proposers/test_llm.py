@@ -1,6 +1,7 @@
 """A language model as the proposer: repair turns, the free proxy, and what it costs."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -221,9 +222,9 @@ def test_a_control_that_fails_is_shown_and_is_no_evidence(tmp_path):
 
 def test_values_of_controls_and_reasons_are_in_the_next_prompt(tmp_path):
   worse = code("x + 0.5 * x", "mlp")
-  _, model, events = run(
-    tmp_path, answer(code=SOME), {"label": "elsewhere", "code": worse}, "no"
-  )
+  elsewhere = {"name": "other", "intervention": {"kind": "permute", "site": "mlp"}}
+  second = answer(label="elsewhere", code=worse, controls=[elsewhere])
+  _, model, events = run(tmp_path, answer(code=SOME), second, "no")
   values = {e["condition"]: e["values"]["loss"] for e in events["outcome"][1:3]}
   assert f"loss {values['primary']:.4g} (" in model.told[1]
   shown = model.told[1].partition("other: ok; ")[2].splitlines()[0]
@@ -284,11 +285,24 @@ def test_a_model_is_told_the_same_after_a_resume(tmp_path):
     answer(),
     answer(label="again", code=code("x + 0.1", "mlp"), residual=None),
   ]
-  first = run(tmp_path / "whole", *replies)[1]
-  second = run(tmp_path / "again", *replies)[1]
+  run_ = functools.partial(run, policy="none", checker="none")
+  first = run_(tmp_path / "whole", *replies)[1]
+  second = run_(tmp_path / "again", *replies)[1]
   assert first.requests == second.requests
-  third = run(tmp_path / "whole")[1]
+  third = run_(tmp_path / "whole")[1]
   assert third.requests == first.requests[-1:], "answers are stored"
+
+
+def test_a_program_without_a_question_is_asked_for_one_where_something_is_open(
+  tmp_path,
+):
+  bare = {"label": "bare", "code": RIGHT}
+  _, model, events = run(tmp_path / "rich", bare, answer(), "no", budget=6)
+  assert f"residual: this round is about excess_{A}, which is open" in model.told[1]
+  assert events["verdict"], "the second answer has a question"
+  # After the start two calls are left, fewer than a question needs.
+  _, _, events = run(tmp_path / "poor", bare, "no", budget=3)
+  assert len(events["outcome"]) == 2 and not events["verdict"]
 
 
 def test_the_contexts_of_an_arm_without_questions_have_no_rules_for_them():

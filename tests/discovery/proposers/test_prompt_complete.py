@@ -129,9 +129,7 @@ def test_what_may_be_asked_about_is_listed():
   first = told_.demand(about=("excess_mlp",))
   other = Residual("p", "excess_balance", 0.9, 0.5)
   shown = text(task, demands=(first,), checked=first, residuals=(other,))
-  assert (
-    'Open to a question now, as "residual": excess_mlp, excess_balance, or' in shown
-  )
+  assert 'Open to a question now, as "residual": excess_mlp, excess_balance.' in shown
   assert 'leave "residual" null' in text(task, residuals=())
 
 

@@ -146,7 +146,7 @@ def test_all_numbers_are_there(tmp_path):
   numbers = {
     "perplexity": ("21.5", "± 0.125 by replicates", "18.75"),
     "operator error": ("0.0123",),
-    "size": ("1.025 KiB", "0.44", "2.29×", "5.04"),
+    "size": ("1.025 KiB", "0.44 times", "5.04"),
     "damping": ("more damping than usual: 0.1 in layers_1/self_attn/q_proj",),
     "provenance": ("c0ffee" * 10, "beef" * 16, "2 × 256", "bfloat16", "quantization 5"),
     "memory": ("1.5 GiB",),
@@ -172,10 +172,10 @@ def test_charts_are_as_wide_as_a_phone_and_tables_scroll(tmp_path):
 def test_the_verdict_of_a_build_is_one_sentence_against_rtn_and_float(tmp_path):
   made = losses(run() | MEASURED | {"baseline": RTN}, [3.0, 3.1, 3.2])
   told = (
-    "hires stores 5.04 bits a weight, 1.025 KiB in all, 2.29× smaller than BF16; it "
-    "has a perplexity of 21.5 on wikitext (95 % interval 17.32 to 28.46), beside 18.75 "
-    "of the float model and 90.5 of RTN; it diverges by 0.1234 nats a token and flips "
-    "8.75% of the predictions (RTN: 1.25 nats and 50%)."
+    "hires stores 5.04 bits a weight, 1.025 KiB in all, 0.44 times the size of BF16; "
+    "it has a perplexity of 21.5 on wikitext (95 % interval 17.32 to 28.46), beside "
+    "18.75 of the float model and 90.5 of RTN; it diverges by 0.1234 nats a token and "
+    "flips 8.75% of the predictions (RTN: 1.25 nats and 50%)."
   )
   source = written([made], tmp_path)
   assert report.verdict([made]) == told
@@ -184,6 +184,17 @@ def test_the_verdict_of_a_build_is_one_sentence_against_rtn_and_float(tmp_path):
   body = source[source.index("<tbody>") :]
   rows = re.findall(r"<tr><td>([^<]*)</td>", body)[:3]
   assert rows == ["float model", "rtn", "hires"]
+
+
+def test_the_verdict_pairs_windows_with_those_of_rtn():
+  made = losses(run() | MEASURED | {"baseline": copy.deepcopy(RTN)}, [3.0, 3.1, 3.2])
+  plain = made["baseline"]["perplexity"]["wikitext"]
+  plain["window_losses"] = [3.1, 3.21, 3.29]
+  told = report.verdict([made])
+  # Student's t of the differences -.10, -.11, -.09: -.1 -+ 4.303 * .01 / sqrt 3.
+  assert "; on the same 3 windows it is 9.5% below RTN (95 % interval 7.2% to" in told
+  plain["window_losses"] = [3.1, 3.0, 3.2]
+  assert "; the same 3 windows do not tell it from RTN" in report.verdict([made])
 
 
 def test_the_interval_is_that_of_the_windows():
@@ -213,11 +224,11 @@ def test_only_what_was_measured_is_said_and_the_rest_is_named(tmp_path):
 def test_larger_is_larger(tmp_path):
   large = copy.deepcopy(run())
   large["size"] |= {"ratio": 0.5, "total": 4800}
-  assert "2.00× larger than BF16" in report.verdict([large])
+  assert "2.00 times the size of BF16" in report.verdict([large])
   told = "hires is larger than half of BF16 here: "
   assert f"{told}what is not quantized" in written([large], tmp_path)
   large["size"]["quantized_linears"]["rounding"] = 2000
-  assert f"{told}its maps and tables" in written([large], tmp_path)
+  assert f"{told}a map and a table have one size" in written([large], tmp_path)
   assert "larger than half" not in written([run()], tmp_path)
 
 

@@ -282,7 +282,8 @@ def test_a_plan_is_for_the_dtype_of_the_run(folder, mxjax, monkeypatch, dtype):
   monkeypatch.setattr(estimates, "products_a_second", rate)
   words = ["plan", folder, *(["--dtype", dtype] if dtype == "float32" else [])]
   config = models.load_config(folder, dtype=dtype)
-  expected = plan.plan(config, on_disk=False).to_dict()
+  length = config.max_positions
+  expected = plan.plan(config, length=length, on_disk=False).to_dict()
   assert mxjax(*words, "--no-on-disk") == json.loads(json.dumps(expected))
   assert f"a run in {dtype}, layers in memory" in mxjax(*words, as_json=False)
   assert timed == [dtype]

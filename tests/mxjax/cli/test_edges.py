@@ -1,5 +1,6 @@
 """What a stranger does wrong: every answer is one sentence, told before any work."""
 
+import argparse
 import os
 import pathlib
 import shutil
@@ -219,11 +220,32 @@ def test_the_defaults_fit_the_embedded_text(place, refuses, monkeypatch):
       (f"{words} absent.txt", "absent.txt: expected a file or one of"),
       (f"{words} wikitext", "write wikitext2 if that was meant"),
       (
-        f"{words} model/text.txt --length 32 --sequences 2 --windows 900",
+        f"{words} model/text.txt --length 32 --sequences 2 --windows 900000",
         "windows (--windows, --window-length), or",
       ),
+      (
+        f"{words} model/text.txt --length 100000",
+        "--length: expected at most 128 tokens, the positions",
+      ),
+      (
+        f"{words} model/text.txt --length 32 --window-length 100000",
+        "pass --window-length 128 or less",
+      ),
+      ("evaluate run --window-length 129", "pass --window-length 128 or less"),
+      ("plan model --length 129", "pass --length 128 or less"),
     ]
   )
+
+
+def test_lengths_are_by_default_what_the_model_holds():
+  options = argparse.Namespace(command="quantize", length=None, window_length=None)
+  shared.fit_lengths(options, 1024)
+  assert (options.length, options.window_length) == (1024, 1024)
+  shared.fit_lengths(options, 4096)
+  assert options.length == 1024, "what is set stays"
+  options = argparse.Namespace(command="quantize", length=None)
+  shared.fit_lengths(options, 32768)
+  assert options.length == 2048 and not hasattr(options, "window_length")
 
 
 def test_the_embedded_text_holds_the_default_sample():
@@ -288,7 +310,8 @@ def test_the_name_of_a_file_does_not_act_on_the_terminal(place, mxjax, tmp_path)
 
 def test_errors_of_the_system_say_what_to_do(place, refused):
   line = refused("generate", "run", "--prompt", "a", "--compiled", "model/text.txt")
-  assert line.startswith("mxjax generate: model/text.txt: expected to read or write")
+  assert line.startswith("mxjax generate: /")
+  assert "model/text.txt: expected to read or write" in line
   assert line.endswith("check the path, its permissions and the room on the disk.")
   assert "Errno" not in line
 

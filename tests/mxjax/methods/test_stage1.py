@@ -42,7 +42,7 @@ def test_the_recorded_norm_of_k_is_its_spectral_norm(monkeypatch):
 
 
 def test_without_k_the_pass_that_it_needs_does_not_run(monkeypatch):
-  monkeypatch.setattr(stage1, "interaction", None)
+  monkeypatch.setattr(stage1, "fit_interaction", None)
   inputs = LinearInputs([jnp.ones((1, 2, 32, 8))])
   weight = mxfp4.to_blocks(jnp.ones((5, 64)))
   program = dataclasses.replace(methods.HIRES, use_balance=False, use_interaction=False)

@@ -48,7 +48,8 @@ def test_a_heartbeat_is_silent_while_others_speak():
   assert not said
 
 
-def test_a_heartbeat_names_what_compiles():
+def test_a_heartbeat_names_what_compiles(monkeypatch):
+  monkeypatch.setattr(reporting, "BRIEF", 0.0)
   beat = reporting.Heartbeat(print, "layer 1/2")
   with beat:
     jax.monitoring.record_scalar(reporting.COMPILING, 0.0, fun_name="jit(layer)")
