@@ -25,7 +25,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,36 +71,6 @@ TINY = {
   "new_bucket": 40,
   "steps": 4,
 }
-
-
-class Results:
-  """Entries of one part, written after each, so that a stop costs only the rest."""
-
-  def __init__(self, file):
-    self.file, self.entries, self.start = file, {}, time.perf_counter()
-
-  def put(self, name, value):
-    self.entries[name] = value
-    self.entries["seconds"] = round(time.perf_counter() - self.start, 1)
-    self.file.write_text(json.dumps(self.entries))
-    print(f"  {name}: {json.dumps(value)}", flush=True)
-
-
-def clock(call, seconds=0.4, least=3, most=30):
-  """Median and least milliseconds of calls that wait for their results."""
-  call()
-  taken, start = [], time.perf_counter()
-  while len(taken) < least or (
-    time.perf_counter() - start < seconds and len(taken) < most
-  ):
-    begin = time.perf_counter()
-    call()
-    taken.append(1e3 * (time.perf_counter() - begin))
-  return {
-    "ms": round(statistics.median(taken), 3),
-    "least_ms": round(min(taken), 3),
-    "runs": len(taken),
-  }
 
 
 def seconds_of(call):
@@ -239,9 +208,9 @@ def ours(sizes, kind, results):
   programs = len(sizes.prompts) + len(sizes.batches)
   results.put("compiled side by side", {"programs": programs, "seconds": seconds})
   for batch, length in sizes.prompts:
-    results.put(f"first token {batch} x {length}", clock(first(batch, length)))
+    results.put(f"first token {batch} x {length}", common.clock(first(batch, length)))
   for batch in sizes.batches:
-    made = clock(steps([state(batch)]))
+    made = common.clock(steps([state(batch)]))
     each = {name: round(made[name] / sizes.steps, 4) for name in ("ms", "least_ms")}
     results.put(f"step, batch {batch}", made | each)
   wait = seconds_of(first(1, sizes.same_bucket))
@@ -342,7 +311,7 @@ def torchs(sizes, results):
 
   def measured(run):
     if not is_gpu:
-      return clock(run)
+      return common.clock(run)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -357,7 +326,7 @@ def torchs(sizes, results):
       graph.replay()
       return out.cpu()
 
-    return clock(replay)
+    return common.clock(replay)
 
   with torch.inference_mode():
     for batch, length in sizes.prompts:
@@ -406,7 +375,7 @@ def main():
   options = parser.parse_args()
   sizes = sizes_of(options)
   if options.only:
-    results = Results(options.out)
+    results = common.Entries(options.out)
     if options.only == "torch":
       torchs(sizes, results)
     else:
