@@ -4,6 +4,7 @@ import ast
 import copy
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -453,11 +454,31 @@ def with_plan(source: str, updates: Mapping[str, Literal]) -> str:
 
 
 def diff(before: str, after: str, names: tuple[str, str] = ("", "")) -> str:
-  """Returns the unified difference of two sources; `names` head it if given."""
-  lines = difflib.unified_diff(
-    before.splitlines(), after.splitlines(), *names, lineterm="", n=2
-  )
-  return "\n".join(lines if any(names) else list(lines)[2:])
+  """Returns the unified difference of two sources; `names` head it if given.
+
+  Without them it is short: no line that stays, and in the place of line numbers the
+  name of the function or constant in which the first line of a change stands.
+  """
+  old, new = before.splitlines(), after.splitlines()
+  if any(names):
+    return "\n".join(difflib.unified_diff(old, new, *names, lineterm="", n=2))
+  shown: list[str] = []
+  for line in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:]:
+    if (hunk := HUNK.fullmatch(line)) is None:
+      shown.append(line)
+      continue
+    # The place is looked up in the new source, or in the old one if lines only go.
+    lines, start = (old, hunk["old"]) if hunk["count"] == "0" else (new, hunk["new"])
+    first = next((i for i in range(int(start) - 1, len(lines)) if lines[i]), 0)
+    begun = [name[1] for each in lines[: first + 1] if (name := TOP.match(each))]
+    shown.append(f"@@ {begun[-1]}" if begun else "@@")
+  return "\n".join(shown)
+
+
+HUNK = re.compile(r"@@ -(?P<old>\d+)(?:,\d+)? \+(?P<new>\d+)(?:,(?P<count>\d+))? @@")
+"""The head of a change in a unified difference."""
+TOP = re.compile(r"(?:def )?([A-Za-z_]\w*)")
+"""The name that a line of a module defines, if it does not continue another one."""
 
 
 def _name(node: ast.stmt) -> str | None:

@@ -78,15 +78,6 @@ class Intervention:
   values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
   of_parent: bool = False
 
-  @property
-  def text(self) -> str:
-    """The exact JSON of the example, and what may stand in place of its values."""
-    told = [
-      f"`{name}` is {value.form}{' (optional)' if value.optional else ''}: {value.doc}"
-      for name, value in self.values.items()
-    ]
-    return f"{json.dumps(self.example)} {self.doc}" + "".join(f"; {t}" for t in told)
-
 
 Interventions = Mapping[str, Intervention]
 

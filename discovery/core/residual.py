@@ -184,6 +184,16 @@ def symbol(change: float, margin: float) -> Symbol:
   return "down" if change < 0 else "up"
 
 
+def fate_of_part(whole: float, without: float, margin: float) -> Symbol:
+  """Returns whether a gain outlives the loss of a part of the edit that made it.
+
+  `whole` and `without` are what the edit and the edit without the part measure. The
+  part has a share of the gain, which is `lost` with it, if the value is larger without
+  it by more than the margin, whatever the shares of other parts are.
+  """
+  return "lost" if without - whole > margin else "kept"
+
+
 def fate(edit: float, controlled: float, margin: float) -> Symbol | None:
   """Returns what a control leaves of an edit's change; None if the edit made none.
 

@@ -145,13 +145,15 @@ def resolve(
   *,
   is_safe: bool,
   is_equivalent: bool,
+  claims_gain: bool = True,
 ) -> Finding:
   """Compares registered predictions with observations.
 
   The focal explanation comes first. `observed` holds symbols by condition and
   observable: directions from the parent, and under controls the fate of the edit's own
-  change. `decide` describes the flags. A rival that is ours and was never told from the
-  focal account leaves the question open, like any competitor.
+  change. `decide` describes the flags; a gain that the focal account does not claim, as
+  another part of the edit made it, counts for nothing. A rival that is ours and was
+  never told from the focal account leaves the question open, like any competitor.
   """
   focal = explanations[0]
   order = sorted(observed, key=lambda name: name != PRIMARY)
@@ -175,7 +177,7 @@ def resolve(
   verdict, reason = decide(
     is_safe=is_safe,
     is_equivalent=is_equivalent,
-    gains=primary.get(target) == "down",
+    gains=primary.get(target) == "down" and claims_gain,
     shows_signature=bool(signature) and consistent(signature, primary),
     survivors=survivors,
   )

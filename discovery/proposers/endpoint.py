@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import copy
 import dataclasses
 import email.utils
 import functools
@@ -33,7 +34,7 @@ LOADING = 503
 """What a local server answers while it loads its model."""
 SECRET_LENGTH = 8
 """Keys shorter than this, such as the `EMPTY` of a local server, are not cut out."""
-BEGINNING = b'{"reply": '
+BEGINNINGS = (b'{"reply": ', b'{"seconds": ')
 """Of a line of a cassette, by which one that was being written is known."""
 LOG = logging.getLogger(__name__)
 
@@ -78,11 +79,8 @@ class _Connection:
     import httpx
 
     limits = httpx.Limits(max_connections=1)
-    self._client = httpx.Client(follow_redirects=False, limits=limits)
+    self.client = httpx.Client(follow_redirects=False, limits=limits)
     self._socket: Any = None
-
-  def close(self) -> None:
-    self._client.close()
 
   def _opened(self, event: str, info: Mapping[str, Any]) -> None:
     if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
@@ -111,7 +109,7 @@ class _Connection:
     cutter.start()
     more = {"extensions": {"trace": self._opened}, "timeout": left}
     try:
-      with self._client.stream("POST", url, json=body, headers=headers, **more) as got:
+      with self.client.stream("POST", url, json=body, headers=headers, **more) as got:
         if got.headers.get("Content-Encoding", "identity") != "identity":
           raise OutageError(
             "endpoint: the reply is compressed, which was not asked for."
@@ -140,7 +138,8 @@ class HttpClient:
   """Client of an OpenAI-compatible `/chat/completions` endpoint.
 
   Redirects are not followed, so the key goes to `base_url` alone, and it is cut out of
-  everything that comes back. Retries are logged as warnings.
+  everything that comes back. Retries are logged as warnings. Several threads may ask at
+  the same time, each over a connection of its own.
 
   Attributes:
     base_url: Such as `http://localhost:8000/v1`, without credentials.
@@ -163,10 +162,18 @@ class HttpClient:
     return f"llm:{self.model}"
 
   @functools.cached_property
+  def _of_threads(self) -> threading.local:
+    return threading.local()
+
+  @property
   def _kept(self) -> _Connection:
-    connection = _Connection()
-    weakref.finalize(self, connection.close)
-    return connection
+    """This thread's connection: one has a deadline, and so one request, at a time."""
+    mine = self._of_threads
+    if not hasattr(mine, "connection"):
+      mine.connection = _Connection()
+      # It ends with its thread, or with the client.
+      weakref.finalize(mine.connection, mine.connection.client.close)
+    return mine.connection
 
   def probe(self, seconds: float = PROBE_SECONDS) -> Reply | None:
     """Asks for one word within `seconds`; returns None if none came in that time.
@@ -356,11 +363,15 @@ def _seconds(after: str) -> float:
 
 
 class Cassette:
-  """Recorded replies, addressed by the hash of their request.
+  """Recorded replies, addressed by the hash of their request and their sample number.
 
   Replay fails closed: a request that was not recorded is an error, never a live call or
   the nearest match. A replayed run shows that the code path reproduces; it is not a new
-  sample.
+  sample. Of one request there may be several replies, each a sample with a number of
+  its own; see `sampled`. Several threads may use one cassette.
+
+  How long the recording machine took is kept too, where a request tells it, so that
+  every machine sends the same requests; see `seconds`.
   """
 
   def __init__(
@@ -378,7 +389,11 @@ class Cassette:
       ValueError: It is no cassette.
     """
     self._path, self._mode, self._client = pathlib.Path(path), mode, client
-    self._replies: dict[str, Reply] = {}
+    self._replies: dict[tuple[str, int], Reply] = {}
+    self._seconds: dict[str, float] = {}
+    self._sample = 0
+    # One for all samples: of the file, and of what has been read from it.
+    self._lock = threading.Lock()
     if self._path.exists():
       self._read()
     elif mode == "replay":
@@ -394,11 +409,14 @@ class Cassette:
     for number, line in enumerate(whole, 1):
       try:
         entry = json.loads(line)
-        self._replies[entry["request"]] = Reply(**entry["reply"])
+        if "seconds" in entry:
+          self._seconds[entry["untimed"]] = float(entry["seconds"])
+        else:
+          key = (entry["request"], entry.get("sample", 0))
+          self._replies[key] = Reply(**entry["reply"])
       except (ValueError, KeyError, TypeError, RecursionError):
         raise self._no_cassette(number, line) from None
-    begins = min(len(torn), len(BEGINNING))
-    if torn[:begins] != BEGINNING[:begins]:
+    if not any(torn[: len(b)] == b[: len(torn)] for b in BEGINNINGS):
       raise self._no_cassette(len(whole) + 1, torn)
     if torn and self._mode == "record":
       # The recorder was killed while it wrote; the run folder may hold the reply.
@@ -419,21 +437,63 @@ class Cassette:
       return self._client.name
     return f"cassette:{identity.digest(self._path.read_bytes())[:12]}"
 
+  def sampled(self, number: int) -> "Cassette":
+    """Returns this cassette for the sample `number` of every request, from 0.
+
+    Samples of one request are separate replies: each is asked for and recorded once,
+    and replayed by its number, in whatever order and from whatever thread.
+    """
+    other = copy.copy(self)
+    other._sample = number
+    return other
+
+  def seconds(self, untimed: Mapping[str, Any], measured: float) -> float:
+    """Returns the seconds that a request is to tell, as the recording machine had them.
+
+    `untimed` is the request without them, which addresses them.
+
+    Raises:
+      OutageError: There are none to replay.
+    """
+    key = identity.digest(dict(untimed))
+    with self._lock:
+      if key in self._seconds:
+        return self._seconds[key]
+      if self._mode == "replay":
+        raise self._absent(f"seconds for request {key[:12]}")
+      self._append({"seconds": measured, "untimed": key})
+      self._seconds[key] = measured
+    return measured
+
   def complete(self, request: Mapping[str, Any]) -> Reply:
-    """Returns the recorded reply, or asks for it and records it."""
-    key = identity.digest(dict(request))
-    if key in self._replies:
-      return self._replies[key]
+    """Returns the recorded reply of this sample, or asks for it and records it."""
+    digest = identity.digest(dict(request))
+    key = (digest, self._sample)
+    with self._lock:
+      if key in self._replies:
+        return self._replies[key]
     if self._mode == "replay" or self._client is None:
-      raise OutageError(
-        f"cassette: {self._path} holds no reply to request {key[:12]}; record again, "
-        "or replay with the version and configuration that recorded it."
-      )
+      told = f", sample {self._sample}" if self._sample else ""
+      raise self._absent(f"reply to request {digest[:12]}{told}")
     reply = self._client.complete(request)
-    entry = {"request": key, "time": time.time(), "reply": reply.model_dump()}
+    entry = {"request": digest, "time": time.time(), "reply": reply.model_dump()}
+    if self._sample:
+      entry["sample"] = self._sample
+    with self._lock:
+      # Another thread may have asked for the same sample meanwhile: the first counts.
+      if key not in self._replies:
+        self._append(entry)
+        self._replies[key] = reply
+      return self._replies[key]
+
+  def _absent(self, what: str) -> OutageError:
+    return OutageError(
+      f"cassette: {self._path} holds no {what}; record again, or replay with the "
+      "version and configuration that recorded it."
+    )
+
+  def _append(self, entry: Mapping[str, Any]) -> None:
     with self._path.open("a", encoding="utf-8") as file:
       file.write(json.dumps(entry, sort_keys=True) + "\n")
       file.flush()
       os.fsync(file.fileno())
-    self._replies[key] = reply
-    return reply

@@ -264,6 +264,7 @@ class LlmProposer:
     Raises:
       OutageError: The client has no answer, or too many in a row were unusable.
     """
+    context = self._timed(context)
     messages = prompt.messages(context, self._task, count=self._count)
     usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
     models: list[str] = []
@@ -319,6 +320,18 @@ class LlmProposer:
       models=tuple(models),
       unusable=complaint[:3000],
     )
+
+  def _timed(self, context: Context) -> Context:
+    """Returns a context whose seconds are those of the machine that a cassette has.
+
+    Seconds differ from machine to machine, and requests must not.
+    """
+    if context.seconds is None or not isinstance(self._client, Cassette):
+      return context
+    untimed = dataclasses.replace(context, seconds=None)
+    request = self._request(prompt.messages(untimed, self._task, count=self._count))
+    seconds = self._client.seconds(request, context.seconds)
+    return dataclasses.replace(context, seconds=seconds)
 
   def _turn(
     self, context: Context, messages: list[dict[str, str]], answer: str, told: str

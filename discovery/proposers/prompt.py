@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import candidate_source as limits
@@ -25,7 +25,7 @@ from mxjax.discovery.core.proposal import (
   Evidence,
   Experiment,
 )
-from mxjax.discovery.core.residual import OTHER_TEXT, Residual, bare
+from mxjax.discovery.core.residual import OTHER_TEXT, Residual
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import Response
 from mxjax.errors import ValueRefusal
@@ -37,6 +37,8 @@ SERIES = 8
 """Numbered observables, such as layers, up to which each is told by its name."""
 ROWS = 8
 """Rows of a table of parts up to which each cell has its column's name."""
+START = "parent"
+"""The condition, in the table of what was measured, of a parent that has no row."""
 
 Count = Callable[[str], int]
 
@@ -85,10 +87,6 @@ def _table(conditions: Mapping[str, Mapping[str, str]]) -> str:
   return "; ".join(f"{name}: {cells(row)}" for name, row in conditions.items())
 
 
-def _numbers(values: Mapping[str, float], names: Iterable[str]) -> str:
-  return ", ".join(f"{k} {values[k]:.4g}" for k in sorted({*names} & {*values}))
-
-
 def _series(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
   """Parts what is numbered, such as `layer_0` to `layer_29`, from the rest.
 
@@ -104,12 +102,10 @@ def _series(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[s
 
 
 def _changes(values: Mapping[str, float], changes: Mapping[str, float]) -> list[str]:
-  """Renders values with their changes; of a long series, the ends of its changes."""
+  """Renders the changes that no table holds; of a long series, their ends."""
   rest, long = _series(changes)
-  shown = [
-    f"{k} {values[k]:.4g} ({v:+.3g})" if k in values else f"{k} {v:+.4g}"
-    for k, v in sorted(rest.items())
-  ]
+  # What has a value is in the table of what was measured.
+  shown = [f"{k} {v:+.4g}" for k, v in sorted(rest.items()) if k not in values]
   for names in long.values():
     of = lambda name: changes[name]
     low, high = min(names, key=of), max(names, key=of)
@@ -133,9 +129,10 @@ def _measured(values: Mapping[str, float]) -> str:
 def entry_text(experiment: Experiment) -> str:
   """Renders an experiment for memory, with whatever its arm may see of it.
 
-  A packet shows what each account predicted, what became of every control with all
-  that has a margin there, what the observations excluded by which condition, what is
-  left and asked of later programs, and why an answer to a demand counted or did not.
+  A packet shows what each account predicted, what became of every control that did not
+  succeed, what the observations excluded by which condition, what is left and asked of
+  later programs, and why an answer to a demand counted or did not. The values of its
+  program and of its controls are rows of `measurements`.
   """
   e = experiment
   moved = _changes(e.values, e.changes)
@@ -143,7 +140,7 @@ def entry_text(experiment: Experiment) -> str:
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
     f"status {e.status}; {'gain' if e.gain else 'no gain'}",
     "" if e.transfers is None else f"transfer {'' if e.transfers else 'not '}accepted",
-    "" if e.score is None else f"score {e.score:.6g}",
+    "" if e.score is None or e.values else f"score {e.score:.6g}",
     ", ".join(moved),
     e.feedback,
     e.dropped,
@@ -158,10 +155,11 @@ def entry_text(experiment: Experiment) -> str:
   seen = {
     c: {o: s for o, s in row.items() if o in asked} for c, row in e.observed.items()
   }
-  measured = {*map(bare, asked), *(bare(o) for row in e.observed.values() for o in row)}
-  for ran in e.ran:
-    told = _numbers(ran.values, measured) or ran.detail
-    lines.append(f"  {ran.condition}: {ran.status}{'; ' if told else ''}{told}")
+  lines += [
+    f"  {ran.condition}: {ran.status}{'; ' if ran.detail else ''}{ran.detail}"
+    for ran in e.ran
+    if not ran.values
+  ]
   if e.verdict:
     gone = [f"{name} by {condition}" for name, condition in e.excluded.items()]
     lines.append(f"  observed {_table(seen)}")
@@ -176,6 +174,36 @@ def entry_text(experiment: Experiment) -> str:
       f"{made.detail}"
     )
   return "\n".join([*lines, e.diff] if e.diff else lines)
+
+
+def measurements(experiments: Sequence[Experiment]) -> str:
+  """Returns a table of what was measured: a row a program, and a row a control of it.
+
+  A parent that is no program of the table has a row of its own before the first that
+  revises it. Long series, such as layers, are left out.
+  """
+  rows: dict[tuple[str, str], Mapping[str, float]] = {}
+  known = {e.program[:8] for e in experiments if e.values}
+  for e in experiments:
+    name, parent = e.program[:8], e.parent[:8]
+    before = {k: e.values[k] - v for k, v in e.changes.items() if k in e.values}
+    if before and parent not in known:
+      rows.setdefault((parent, START), before)
+    for condition, values in (
+      ("", e.values),
+      *((r.condition, r.values) for r in e.ran),
+    ):
+      if values:
+        rows.setdefault((name, condition), _series(values)[0])
+  columns = sorted({name for row in rows.values() for name in row})
+  if not columns:
+    return ""
+  cells = lambda row: " ".join(f"{row[c]:.4g}" if c in row else "-" for c in columns)
+  lines = [
+    f"{name}{f' {condition}' if condition else ''}: {cells(row)}"
+    for (name, condition), row in rows.items()
+  ]
+  return "\n".join([f"program or control of it: {' '.join(columns)}", *lines])
 
 
 def _merged(entries: Sequence[Experiment]) -> list[Experiment]:
@@ -209,7 +237,9 @@ def select(
   if best is not None:
     wanted.add(id(best))
   entries = [e for e in history if id(e) in wanted]
-  size = lambda: sum(count(entry_text(e) + "\n") for e in entries)
+  size = lambda: (
+    sum(count(entry_text(e) + "\n") for e in entries) + count(measurements(entries))
+  )
   if size() > allowance:
     entries = _merged(entries)
   while entries and size() > allowance:
@@ -265,7 +295,8 @@ Rules of a question:
    `primary` takes the first three only.
 2. Accounts should agree about `primary`, or else the run alone decides and no control
    is worth a call; every pair must differ, in the same observable, under some control
-   or under `primary`.
+   or under `primary`. An account that says nothing of an observable under a control is
+   told from no other by it, and such a question is sent back.
 3. Only observables with a margin can be predicted, and one failed prediction removes
    its account: predict what the account needs and no more.
 4. The cheapest controls that tell all accounts apart are run, at the calls said beside
@@ -285,7 +316,9 @@ Rules of a question:
    threshold of a residual: below it the question is closed, and that is all."""
 ANOTHER_PART = (
   "`another part of the edit` (1 call), where the edit changes hooks that your "
-  "controls do not name"
+  "controls do not name: your program without the ones that they name. It is excluded "
+  "if {target} is worse there than in your program by more than its margin, so two "
+  "parts may each have a share"
 )
 """The account of ours that every task has, as the rules of a question name it."""
 
@@ -332,6 +365,49 @@ def _hook_text(hook: Hook) -> str:
   return f"- {hook.signature}; {called}. {hook.doc}\nDefault:\n{hook.default.strip()}"
 
 
+def _hooks_text(hooks: Sequence[Hook]) -> str:
+  """Explains every hook; those that differ by their name alone are explained once."""
+  alike: dict[str, list[Hook]] = {}
+  for hook in hooks:
+    alike.setdefault(re.sub(rf"\b{hook.name}\b", "...", _hook_text(hook)), []).append(
+      hook
+    )
+  lines = []
+  for first, *others in alike.values():
+    lines.append(_hook_text(first))
+    lines += [f"- {each.signature}; the same as {first.name}" for each in others]
+  return "\n".join(lines)
+
+
+def _observables_text(task: Task) -> str:
+  """Explains every observable; those with one meaning, margin and floor at once."""
+  alike: dict[str, list[str]] = {}
+  for name in dict.fromkeys((*task.margins, *task.observables)):
+    margin = f"margin {task.margins[name]:.3g}" if name in task.margins else "no margin"
+    floors = " or ".join(f"{floor:g}" for floor in task.floors.get(name, ()))
+    told = f"({margin}): {_meaning(name, task)}"
+    told += f"; its floor is {floors}" if floors else ""
+    alike.setdefault(told, []).append(name)
+  return "\n".join(f"- {', '.join(names)} {told}" for told, names in alike.items())
+
+
+def _interventions_text(task: Task) -> str:
+  """Returns the exact form of every kind of control, its values and its price."""
+  hooks = task.interface.names
+  known = {hooks: "one of the hooks"}
+  known[tuple(dict.fromkeys((*hooks, *task.interface.plan)))] = "hooks and PLAN keys"
+  lines = []
+  for each in interventions.of_task(task.interface, task.interventions).values():
+    told = [json.dumps(each.example) + " " + each.doc]
+    for name, value in each.values.items():
+      form = known.get(value.one_of, value.form)
+      form = f"a list of {form}" if value.several and value.one_of in known else form
+      optional = " (optional)" if value.optional else ""
+      told.append(f"`{name}` is {form}{optional}: {value.doc}")
+    lines.append(f"  {'; '.join(told)}; {_cost(task, each.example)}")
+  return "\n".join(lines)
+
+
 def _limits() -> str:
   return (
     f"Limits: {limits.MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} "
@@ -355,35 +431,22 @@ def _system(task: Task, evidence: Evidence) -> str:
     f"{interface.plan_docs.get(key, '')}"
     for key, values in interface.plan.items()
   ]
-  margin = lambda name: (
-    f"margin {task.margins[name]:.3g}" if name in task.margins else "no margin"
-  )
-  floor = lambda name: (
-    "; its floor is " + " or ".join(f"{f:g}" for f in task.floors[name])
-    if name in task.floors
-    else ""
-  )
-  names = dict.fromkeys((*task.margins, *task.observables))
-  observables = [f"- {n} ({margin(n)}): {_meaning(n, task)}{floor(n)}" for n in names]
   key, values = next(iter(interface.plan.items()))
   form = ANSWER.format(plan=json.dumps({key: values[-1]}))
   if task.proxy() is not None:
     form += ASKING
   if evidence == "verdict":
-    known = interventions.of_task(interface, task.interventions)
     form += QUESTION.format(
       target=task.target,
-      interventions="\n".join(
-        f"  {each.text}; {_cost(task, each.example)}" for each in known.values()
-      ),
-      rivals="; ".join((ANOTHER_PART, *task.rivals_told)),
-      except_=", but for other_text" if OTHER_TEXT in known else "",
+      interventions=_interventions_text(task),
+      rivals="; ".join((ANOTHER_PART.format(target=task.target), *task.rivals_told)),
+      except_=", but for other_text" if OTHER_TEXT in task.interventions else "",
       least=QUESTION_CALLS,
     )
   if evidence == "verdict" and task.example:
     form += (
       "\nA complete answer to a first prompt, for its form and not for its idea:\n"
-      + json.dumps(task.example, indent=1)
+      + json.dumps(task.example)
     )
   parts = [
     INTRODUCTION,
@@ -393,11 +456,11 @@ def _system(task: Task, evidence: Evidence) -> str:
     "Hooks, in the order in which they run"
     + (f" (units have these sizes: {'; '.join(sizes)})" if any(sizes) else "")
     + ":\n"
-    + "\n".join(map(_hook_text, interface.hooks)),
+    + _hooks_text(interface.hooks),
     "PLAN:\n" + "\n".join(plan),
     _limits(),
     "Observables (lower is better), and the margin up to which a change is `same`:\n"
-    + "\n".join(observables),
+    + _observables_text(task),
     form,
   ]
   return "\n\n".join(parts)
@@ -510,7 +573,12 @@ def _lineage_text(context: Context) -> list[str]:
   head = f"Best program {best.id[:8]}, {target} {best.values[target]:.6g}"
   shown = f"{head}: the program above."
   if best.id != context.parent.id:
-    shown = f"{head}:\n{best.source}"
+    difference = limits.diff(context.parent.source, best.source)
+    shown = min(
+      f"{head}:\n{best.source}",
+      f"{head}: the program above, but for\n{difference}",
+      key=len,
+    )
   steps = [
     f"  {step.program[:8]} {target} {step.value:.6g}: {step.label}"
     + (f" (changed {', '.join(step.changed)})" if step.changed else "")
@@ -563,8 +631,10 @@ def memory(
     add(texts, "demands and residuals", left)
   stagnation = f"Experiments since the best program improved: {context.stagnation}"
   add([stagnation, *_lineage_text(context)], "programs", left)
-  head = "Experiments so far, values with their change from the parent:"
-  entries = select(context, max(left - count(head + "\n"), 0), count)
+  table, head = "What was measured:\n", "Experiments so far:"
+  entries = select(context, max(left - count(f"{table}\n\n{head}\n"), 0), count)
+  if rows := measurements(entries):
+    shown.append(table + rows)
   told = "\n".join(entry_text(entry) for entry in entries)
   return "\n\n".join([*shown, f"{head}\n{told or 'none'}"])
 

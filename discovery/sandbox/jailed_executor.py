@@ -42,11 +42,20 @@ class EvaluatorWorker:
     ]
 
   def run(self, call: Mapping[str, Any], artifacts: Serialized) -> dict[str, Any]:
-    """Runs all phases of a call; returns `Outcome.to_dict()`."""
-    try:
-      outcome = run_phases(
+    """Runs all phases of a call; returns `Outcome.to_dict()`.
+
+    Raises:
+      OutageError: Workers were killed in it twice, so it has no outcome; see
+        `supervisor.twice`.
+    """
+
+    def ran() -> Outcome:
+      return run_phases(
         functools.partial(worker.run, call, artifacts) for worker in self._workers
       )
+
+    try:
+      outcome = supervisor.twice(ran)
     except WorkerError as error:
       outcome = Outcome(error.status, detail=str(error)[:1000])
     except ValueError as error:

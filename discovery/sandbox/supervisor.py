@@ -1,7 +1,9 @@
 """The trusted side of the jail: starts, times and kills workers; parses strictly."""
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import select
@@ -11,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import mxjax
 from mxjax.discovery.core.candidate_source import CALL_SECONDS, TRACE_SECONDS
+from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import answers, frames, jail
 
@@ -23,6 +26,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
 """Folder that contains the package `mxjax`, from which workers import it."""
 START_SECONDS = 120.0
+ENDING_SECONDS = 5.0
+"""Seconds in which a worker that closed its pipes ends; then it is killed."""
+LOG = logging.getLogger(__name__)
 MEMORY_SIGNS = ("MemoryError", "RESOURCE_EXHAUSTED", "bad_alloc", "Unable to allocate")
 """What workers print for lack of memory before they die, which is all they leave."""
 CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
@@ -74,6 +80,35 @@ class WorkerError(RuntimeError):
     self.status = status
 
 
+class KilledError(WorkerError):
+  """Raised for a worker that something else ended, such as a machine without memory.
+
+  No candidate is to blame: what it was asked is asked once more, and has no outcome.
+  """
+
+
+T = TypeVar("T")
+
+
+def twice(ask: Callable[[], T]) -> T:
+  """Returns what a worker answers; if it is killed, the next one is asked, once.
+
+  Raises:
+    OutageError: That one was killed as well. The run stops, and can be resumed.
+  """
+  try:
+    return ask()
+  except KilledError as error:
+    LOG.warning("sandbox: %s; the same is asked of a new worker", error)
+  try:
+    return ask()
+  except KilledError as error:
+    raise OutageError(
+      f"sandbox: two workers in a row were killed by another process, the last one "
+      f"with {error}. Free memory on this machine."
+    ) from error
+
+
 class LevelError(WorkerError, ValueError):
   """Raised for a level of the sandbox that this machine cannot provide."""
 
@@ -101,6 +136,7 @@ class Worker:
     )
     assert self._process.stdin is not None
     os.set_blocking(self._process.stdin.fileno(), False)
+    self._begun = time.monotonic()
     self._receive(time.monotonic() + START_SECONDS)
 
   @property
@@ -113,13 +149,15 @@ class Worker:
 
     Raises:
       WorkerError: There was no answer in time; the worker has been killed.
+      KilledError: Something else killed it, or it was gone before it was asked.
       ValueError: The lengths of the answer's parts do not add up.
     """
-    deadline = time.monotonic() + (seconds or self._limits.seconds)
+    self._begun = time.monotonic()
+    deadline = self._begun + (seconds or self._limits.seconds)
     try:
       self._write(frames.frame(request), deadline)
     except BrokenPipeError:
-      self._fail(Status.CRASHED, "the worker is gone")
+      self._fail(Status.CRASHED, "the request reached no worker", is_reached=False)
     return self._receive(deadline)
 
   def _write(self, data: bytes, deadline: float) -> None:
@@ -159,7 +197,12 @@ class Worker:
       pass
     self._process.wait()
 
-  def _fail(self, status: Status, detail: str) -> None:
+  def _fail(self, status: Status, detail: str, *, is_reached: bool = True) -> None:
+    if status == Status.CRASHED:
+      # It ended by itself: how, is known only if our own signal does not come first.
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(ENDING_SECONDS)
+    is_ended = self._process.poll() is not None
     self._end()
     self._errors.seek(0, os.SEEK_END)
     self._errors.seek(max(self._errors.tell() - self._limits.stderr_bytes, 0))
@@ -168,7 +211,12 @@ class Worker:
     if status == Status.CRASHED and any(sign in tail for sign in MEMORY_SIGNS):
       status = Status.MEMORY
     code = self._process.returncode
-    raise WorkerError(status, f"{detail} (exit {code}): {tail[-300:]}")
+    took = time.monotonic() - self._begun
+    is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
+    # The kernel kills for CPU time by the same signal, but not as early.
+    is_killed = is_ended and code == -signal.SIGKILL and is_early
+    kind = KilledError if is_killed or not is_reached else WorkerError
+    raise kind(status, f"{detail} (exit {code}): {tail[-300:]}")
 
   def kill(self) -> None:
     """Kills the worker and everything in its jail."""
@@ -245,28 +293,27 @@ class Tracer:
     A jail that was killed long before its own limits was killed by somebody else, such
     as a machine without memory. That is not the candidate's fault, so it is traced
     once more.
+
+    Raises:
+      OutageError: That was killed as well; see `twice`.
     """
     job = {"source": source, "hooks": [dict(hook) for hook in hooks]}
-    killed = 0
-    while True:
+
+    def traced() -> tuple[dict[str, Any], bytes]:
       begun = time.monotonic()
-      try:
-        outcome, reply = self._job(job)
-      except WorkerError as error:
-        return RawTrace(error.status, f"the trace worker failed: {error}")
+      outcome, reply = self._job(job)
       took = time.monotonic() - begun
       is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
       # The worker kills a jail that sends too much, or that takes too long, itself.
       is_ours = outcome["verdict"] in ("oversize", "timeout", "stuck")
-      if outcome["signal"] != signal.SIGKILL or is_ours or not is_early:
-        break
-      killed += 1
-      if killed == 2:
-        return RawTrace(
-          Status.CRASHED,
-          f"the trace was killed twice by another process, the last time after "
-          f"{took:.1f} s; free memory on this machine, and try again",
-        )
+      if outcome["signal"] == signal.SIGKILL and is_early and not is_ours:
+        raise KilledError(Status.CRASHED, f"a trace that ended after {took:.1f} s")
+      return outcome, reply
+
+    try:
+      outcome, reply = twice(traced)
+    except WorkerError as error:
+      return RawTrace(error.status, f"the trace worker failed: {error}")
     status, detail = _classify(outcome, reply)
     if status != Status.OK:
       return RawTrace(status, detail)
@@ -374,11 +421,12 @@ class RunWorker:
 
     Raises:
       WorkerError: An artifact was refused, or the gate itself ended.
+      OutageError: Something else ended it twice; see `twice`.
     """
     request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
-    blobs = [hooks[spec["name"]] for spec in specs]
+    parts = [json.dumps(request).encode(), *(hooks[spec["name"]] for spec in specs)]
     seconds = min(GATE_SECONDS, self._limits.seconds)
-    answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
+    answer, _ = twice(lambda: self._ask(parts, seconds))
     names, found = [spec["name"] for spec in specs], answer.get("computation")
     # The identities become names of files.
     if not isinstance(found, list) or [*map(answers.is_identity, found)] != [

@@ -137,7 +137,13 @@ def _complaint(
     for bit, (a, b) in enumerate(pairs)
     if (everything & ~reached) >> bit & 1
   ]
+  silent = [
+    account.name
+    for account in explanations
+    if not any(account.predicts(control.name) for control in controls)
+  ]
+  told = f"; {', '.join(silent)} predicts nothing under any control" if silent else ""
   return (
-    f"controls: nothing allowed separates {', '.join(left)}; register a control under "
-    "which they predict differently, or drop one of the two."
+    f"controls: nothing allowed separates {', '.join(left)}{told}. Register a control "
+    "under which both predict one observable, and differently, or drop one of the two."
   )

@@ -11,17 +11,20 @@ from mxjax.discovery.core.proposal import Demand
 from mxjax.discovery.core.residual import (
   OTHER_TEXT,
   PRIMARY,
+  Explanation,
   Residual,
   Symbol,
+  bare,
   consistent,
   disagree,
   fate,
+  fate_of_part,
   of_edit,
   symbol,
 )
 from mxjax.discovery.core.task import Outcome, Status, Task
 from mxjax.discovery.core.verdict import FORBIDDING, Finding, Response, Verdict
-from mxjax.discovery.search import checkers, controls, registration, scopes
+from mxjax.discovery.search import checkers, controls, registration, rivals, scopes
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.frontier import ResidualFrontier
@@ -108,6 +111,10 @@ def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
     seen[name] = symbols(task, before, outcome)
     if name != PRIMARY and attempt.outcome.status == Status.OK:
       seen[name] |= _fates(task, attempt, before, outcome)
+      if name == rivals.WITHOUT_PART and (fate_ := of_edit(task.target)) in seen[name]:
+        # Two parts may each carry a share: that of one is what is missing without it.
+        values = (attempt.outcome.values[task.target], outcome.values[task.target])
+        seen[name][fate_] = fate_of_part(*values, task.margins[task.target])
   return seen
 
 
@@ -143,7 +150,9 @@ def resolve(
   """Compares the observations with the registered predictions.
 
   An edit that moves no observable beyond its margin has no effect, whatever accounts
-  had predicted: there is nothing that a control could tell apart.
+  had predicted: there is nothing that a control could tell apart. A focal account that
+  says nothing of the target, and is borne out in all that it says, is not refuted by
+  another part's gain: its part moves the observable and not the target.
   """
   finding = verdict.resolve(
     attempt.packet.explanations,
@@ -151,6 +160,7 @@ def resolve(
     task.target,
     is_safe=attempt.is_safe,
     is_equivalent=_is_equivalent(attempt, seen.get(PRIMARY, {})),
+    claims_gain=not _is_about_less(task, attempt.packet.explanations[0], seen),
   )
   is_same = attempt.packet.conditions[0].exec_id == attempt.parent.exec_id or (
     dict(attempt.outcome.outputs) == dict(attempt.parent.outputs)
@@ -158,6 +168,18 @@ def resolve(
   if finding.reason == verdict.EQUIVALENT and not is_same:
     return dataclasses.replace(finding, reason=NULL)
   return finding
+
+
+def _is_about_less(
+  task: Task, focal: Explanation, seen: Mapping[str, Mapping[str, Symbol]]
+) -> bool:
+  """Returns whether an account is borne out, but for a gain that it does not claim."""
+  own = {k: row for k, row in focal.predictions.items() if k != rivals.WITHOUT_PART}
+  return (
+    task.target not in {bare(name) for row in own.values() for name in row}
+    and seen.get(rivals.WITHOUT_PART, {}).get(of_edit(task.target)) == "kept"
+    and all(consistent(row, seen[name]) for name, row in own.items() if name in seen)
+  )
 
 
 def check(

@@ -18,6 +18,8 @@ from mxjax.discovery.search import scopes
 PREFIX = "rival: "
 """Begins the names of our controls, which no proposer may use."""
 ANOTHER_PART = "another part of the edit"
+WITHOUT_PART = PREFIX + ANOTHER_PART
+"""The control of it: the candidate without the part that the focal account credits."""
 
 
 def claimed(task: Task, proposal: Proposal, own: Call, parent: Call) -> tuple[str, ...]:

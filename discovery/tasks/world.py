@@ -83,8 +83,8 @@ INTERFACE = Interface(
   hooks=tuple(map(_hook, SITES)),
   plan={"remeasure": (False, True)},
   plan_docs={
-    "remeasure": "whether a site is measured again after the site before it in the "
-    "chain"
+    "remeasure": "whether each site but the first is measured again after the site "
+    "before it acted; it scales what these sites gain of the loss, and moves no excess"
   },
 )
 """One hook per site, on rows of eight numbers."""
@@ -94,19 +94,21 @@ _example = lambda kind, **more: {"kind": kind, "site": SITES[0], **more}
 
 INTERVENTIONS: Interventions = {
   "permute": Intervention(
-    doc="the edit's size at the site, carried by an operation that does nothing",
+    doc="what your edit adds at the site to what the PARENT does there, at the same "
+    "size, carried by an operation that does nothing",
     example=_example("permute"),
     values={"site": _SITE},
     of_parent=True,
   ),
   "elsewhere": Intervention(
-    doc="the edit done where no site reads it",
+    doc="what your edit adds at the site to what the parent does there, done where no "
+    "site reads it: the site is as in the parent",
     example=_example("elsewhere"),
     values={"site": _SITE},
     of_parent=True,
   ),
   "dose": Intervention(
-    doc="the edit of the site scaled",
+    doc="what your edit adds at the site to what the parent does there, scaled",
     example=_example("dose", factor=0.5),
     values={"site": _SITE, "factor": Value(doc="its scale", bounds=(-4.0, 4.0))},
     of_parent=True,
@@ -146,22 +148,25 @@ class World(Defaults):
     f"{FULL} * jnp.roll(x, 1)`; far larger ones cost loss. At each site each operation "
     "is one of: mechanism (lowers the site's excess and the loss), mediator (lowers "
     "the excess alone), inert, harmful; at some sites any edit of a size gains, "
-    "whatever its operation. A site works as far as its mechanism has its effect, or, "
-    "where any edit gains, once the edit has half of the full size; a mediator does "
+    "whatever its operation. Of several operations at one site the effects do not add: "
+    "what lowers its excess is the larger of its mechanism's and its mediator's "
+    f"amplitude, each up to {FULL}; its size is the sum of all amplitudes. A site "
+    f"works as far as its mechanism has its effect (half at {FULL / 2}), or, where any "
+    f"edit gains, once the size is above {FULL / 2}; a mediator does "
     "not make it work. The sites are one chain in an order that you are not told: each "
     "but the first, which is open, depends on the one before it. "
-    "While that one does not work, a site is closed: it gains "
+    "While that one works by less than half, a site is closed: it gains "
     f"little, and its excess is {CLOSED} or, lowered by a mechanism or mediator of its "
-    f"own, {CLOSED * (1 - LOWERED):.2g}. Once that one works, the site is open: it "
-    f"gains in full, and its excess is {OPEN} or, lowered by its own, "
-    f"{OPEN * (1 - LOWERED):.2g}. So an excess that jumps from {CLOSED} to {OPEN} says "
+    f"own, {CLOSED * (1 - LOWERED):.2g}. From half on, the site is open: it "
+    f"gains more, and its excess is {OPEN} or, lowered by its own, "
+    f"{OPEN * (1 - LOWERED):.2g}. So an excess that jumps from {CLOSED} to {OPEN}, or "
+    f"from {CLOSED * (1 - LOWERED):.2g} to {OPEN * (1 - LOWERED):.2g}, says "
     "that the site before it began to work; it is no harm done at this site."
   )
   observables: Mapping[str, str] = {
-    "loss": "the target, without unit; the start has about 3, and chaos of "
-    f"{CHAOS} is in every reading",
+    "loss": f"the target, without unit; chaos of {CHAOS} is in every reading",
     **{
-      f"excess_{site}": f"what is left to gain at the site {site}, from .07 to .9"
+      f"excess_{site}": "what is left to gain at the site of that name"
       for site in SITES
     },
     "layer_N": "size of the output of layer N, a weighted sum of the sizes of edits",
@@ -251,6 +256,11 @@ class World(Defaults):
     told = ["`any edit of this size` (1 call), for an edit of one site"]
     luck = "`luck of the draw` (1 call), for an edit of one site"
     return [*told, luck] if self._luck else told
+
+  @property
+  def references(self) -> Mapping[str, float]:
+    """The loss that can be attained."""
+    return {"the right operation at every site": self.ideal()}
 
   @property
   def example(self) -> Mapping[str, Any]:

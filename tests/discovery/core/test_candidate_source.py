@@ -307,3 +307,17 @@ def test_what_python_cannot_print_again_is_refused(space):
     assert "does not parse" in str(error)
   else:
     candidate_source.with_functions(source, "def mlp(x):\n  return x\n")
+
+
+def test_a_short_difference_names_the_place_and_repeats_nothing():
+  before = "A = 1\n\ndef f(x):\n  y = x\n  return y\n\ndef g(x):\n  return x\n"
+  after = before.replace("return y", "return 2 * y") + "\ndef h(x):\n  return x\n"
+  assert candidate_source.diff(before, after) == (
+    "@@ f\n-  return y\n+  return 2 * y\n@@ h\n+\n+def h(x):\n+  return x"
+  )
+  assert (
+    candidate_source.diff(before, before.replace("  y = x\n", "")) == "@@ f\n-  y = x"
+  )
+  assert candidate_source.diff(before, before) == ""
+  whole = candidate_source.diff(before, before.replace("= x", "= -x"), ("a", "b"))
+  assert "@@ -2,5 +2,5 @@" in whole

@@ -1,8 +1,10 @@
 """What an endpoint can do: nothing but answer, or be told off in one sentence."""
 
 import base64
+import concurrent.futures
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import socket
@@ -463,6 +465,73 @@ def test_a_cassette_whose_recorder_was_killed_goes_on(server, tmp_path):
   replayed = endpoint.Cassette(path, "replay")
   assert [replayed.complete(request).text for request in (ASK, other)] == ["yes"] * 2
   assert len(server.requests) == 2
+
+
+def test_samples_of_one_request_are_replies_of_their_own(tmp_path):
+  path, model = tmp_path / "tape.jsonl", Numbered()
+  tape = endpoint.Cassette(path, "record", model)
+  assert [tape.sampled(i).complete(ASK).text for i in (2, 0, 1)] == ["0", "1", "2"]
+  assert tape.complete(ASK).text == tape.sampled(0).complete(ASK).text == "1"
+  assert tape.sampled(2).complete(ASK).text == "0", "asked for once"
+  replayed = endpoint.Cassette(path, "replay")
+  assert [replayed.sampled(i).complete(ASK).text for i in range(3)] == ["1", "2", "0"]
+  assert replayed.sampled(1).name == replayed.name
+  with pytest.raises(OutageError, match="no reply to request .*, sample 3;"):
+    replayed.sampled(3).complete(ASK)
+
+
+class Numbered:
+  """A client whose replies count, each after the others have begun."""
+
+  name = "numbered"
+
+  def __init__(self, threads=1):
+    self.count, self.together = itertools.count(), threading.Barrier(threads)
+
+  def complete(self, request):
+    self.together.wait(10)
+    text = str(next(self.count))
+    return endpoint.Reply(
+      text=text, model="m", finish_reason="", input_tokens=1, output_tokens=1
+    )
+
+
+def test_threads_record_and_replay_one_cassette(tmp_path):
+  path, threads = tmp_path / "tape.jsonl", 8
+  tape = endpoint.Cassette(path, "record", Numbered(threads))
+  ask = lambda tape: lambda i: tape.sampled(i // 2).complete(ASK).text
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    # Two threads ask for each sample, and get the reply that is recorded.
+    told = [*pool.map(ask(tape), range(threads))]
+  assert told[::2] == told[1::2]
+  assert len({*told}) == len(path.read_text().splitlines()) == threads // 2
+  assert [*map(ask(endpoint.Cassette(path, "replay")), range(threads))] == told
+
+
+def test_each_thread_asks_over_a_connection_of_its_own(server):
+  asked, together = client(server), threading.Barrier(4)
+
+  def ask(_):
+    connection = asked._kept
+    together.wait(10)
+    return connection, asked.complete(ASK).text
+
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    told = [*pool.map(ask, range(4))]
+  assert len({id(connection) for connection, _ in told}) == 4
+  assert [text for _, text in told] == ["yes"] * 4
+
+
+def test_seconds_are_those_of_the_machine_that_recorded(tmp_path):
+  path, other = tmp_path / "tape.jsonl", {"messages": []}
+  tape = endpoint.Cassette(path, "record")
+  assert tape.seconds(ASK, 3.25) == tape.seconds(ASK, 9.0) == 3.25
+  path.write_bytes(path.read_bytes() + b'{"seconds": 1')
+  replayed = endpoint.Cassette(path, "replay")
+  assert replayed.seconds(ASK, 70.0) == 3.25
+  with pytest.raises(OutageError, match="no seconds for request"):
+    replayed.seconds(other, 1.0)
+  assert endpoint.Cassette(path, "record").seconds(other, 1.5) == 1.5, "torn line"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import ProposerError
 from mxjax.discovery.proposers import endpoint, llm
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks import world
 from tests.discovery import searching
 from tests.discovery.proposers import test_prompt as told_
@@ -226,10 +227,17 @@ def test_values_of_controls_and_reasons_are_in_the_next_prompt(tmp_path):
   second = answer(label="elsewhere", code=worse, controls=[elsewhere])
   _, model, events = run(tmp_path, answer(code=SOME), second, "no")
   values = {e["condition"]: e["values"]["loss"] for e in events["outcome"][1:3]}
-  assert f"loss {values['primary']:.4g} (" in model.told[1]
-  shown = model.told[1].partition("other: ok; ")[2].splitlines()[0]
-  assert f"loss {values['other']:.4g}" in shown
-  assert all(f"excess_{site} " in shown for site in world.SITES), "all of a control"
+  head, *rows = model.told[1].partition("What was measured:\n")[2].splitlines()
+  columns = head.partition(": ")[2].split()
+  assert {*TASK.margins} <= {*columns}
+  shown = {
+    r.partition(": ")[0].partition(" ")[2]: r.split()[-len(columns) :] for r in rows[:3]
+  }
+  loss = columns.index("loss")
+  assert shown[""][loss] == f"{values['primary']:.4g}"
+  assert shown["other"][loss] == f"{values['other']:.4g}"
+  sites = [columns.index(f"excess_{site}") for site in world.SITES]
+  assert all(float(shown["other"][column]) > 0 for column in sites), "all of a control"
   (check,) = events["check"][:1]
   assert (
     f"response extend (an edit) not implemented: {check['detail']}" in model.told[2]
@@ -317,3 +325,43 @@ def test_the_contexts_of_an_arm_without_questions_have_no_rules_for_them():
 
 def start():
   return told_.record("p", source=TASK.interface.default_source())
+
+
+class Timed(world.World):
+  """A world that tells how long its calls took."""
+
+  tells_seconds = True
+
+
+class Taking(LocalExecutor):
+  """Runs calls that are said to have taken a time."""
+
+  def __init__(self, task, seconds):
+    super().__init__(task)
+    self._seconds = seconds
+
+  def run(self, calls, on_done):
+    told = lambda index, outcome, _: on_done(index, outcome, self._seconds)
+    super().run(calls, told)
+
+
+def test_a_recorded_run_replays_where_calls_take_another_time(tmp_path):
+  """The prompts tell seconds: those of the machine that recorded."""
+  task, logs, shown = Timed(seed=3), [], []
+  for mode, seconds in (("record", 3.125), ("replay", 71.5)):
+    model = Model(answer(code=SOME), "no")
+    path = tmp_path / "tape.jsonl"
+    if mode == "record":
+      tape = endpoint.Cassette(path, mode, model)
+    else:
+      tape = endpoint.Cassette(path, mode)
+    proposer = llm.LlmProposer(tape, task)
+    proposer.name = "tape"
+    executor = Taking(task, seconds)
+    searching.run(tmp_path / mode, task, proposer, executor, budget=3, mark_every=3)
+    logs.append(searching.log(tmp_path / mode))
+    shown += model.requests
+  assert logs[0] == logs[1]
+  told = [r["messages"][1]["content"] for r in shown]
+  assert told
+  assert all("Its call took 3.12 s, with compilation." in text for text in told)

@@ -54,7 +54,7 @@ CONTROLLED = (
   "size (any does) predicts primary: loss down; c: loss down",
   "observed primary: loss down; c: loss same",
   "verdict supported (focal_alone); excluded size by c; left site",
-  "  c: ok; loss 3",
+  "program1 c: - 3",
   "  broken: crashed; KeyError: site",
   "response extend (edit) implemented: loss 3 to 2.875, margin 0.004",
 )
@@ -107,15 +107,15 @@ def test_a_packet_tells_predictions_controls_exclusions_and_what_is_left():
     (
       "score",
       ("score 2.875", "an error was told", "+  return 2 * x", "gain"),
-      ("in its own words", "layer_0", *CONTROLLED),
+      ("in its own words", "program1:", *CONTROLLED),
     ),
     (
       "text",
-      ("score 2.875", "in its own words", "layer_0 1.25 (+0.25)"),
+      ("program1: 1.25 2.875", "in its own words", "p parent: 1 2.975"),
       (prompt.REFLECTION, *CONTROLLED),
     ),
-    ("reflect", ("layer_0 1.25 (+0.25)", prompt.REFLECTION), CONTROLLED),
-    ("none", (), ("score 2.875", "+  return", "donor's source", *CONTROLLED)),
+    ("reflect", ("program1: 1.25 2.875", prompt.REFLECTION), CONTROLLED),
+    ("none", (), ("2.875", "+  return", "donor's source", *CONTROLLED)),
   ],
 )
 def test_an_arm_is_told_what_its_evidence_allows(evidence, seen, hidden):
@@ -143,6 +143,34 @@ def test_every_response_is_told_in_the_terms_of_its_check(response):
   assert f": {prompt.RESPONSES[response]}." in text
   head = "Forbidden" if demand(response).forbids else "Required response"
   assert head in text
+
+
+def test_what_was_measured_is_one_table_and_stands_nowhere_else():
+  text = prompt.memory(context())
+  table = text.partition("What was measured:\n")[2].partition("\n\n")[0]
+  assert table.splitlines() == [
+    "program or control of it: layer_0 loss",
+    "p parent: 1 2.975",
+    "program1: 1.25 2.875",
+    "program1 c: - 3",
+  ]
+  assert text.count("2.875") == 2, "in the table, and in the check of a response"
+  child = dataclasses.replace(PACKET, program="child", parent="program1", ran=())
+  rows = prompt.measurements((PACKET, child)).splitlines()
+  assert [row.partition(":")[0] for row in rows[1:]] == [
+    "p parent",
+    "program1",
+    "program1 c",
+    "child",
+  ]
+  assert not prompt.measurements((strip(PACKET, "score"),))
+
+
+def test_the_best_program_is_told_by_what_differs_from_the_parent():
+  best = record("champion", 2.5, SOURCE.replace("return x", "return 2 * x", 1))
+  text = prompt.memory(context(champion=best))
+  assert "loss 2.5: the program above, but for\n@@ geometry\n-  return x\n" in text
+  assert SOURCE.strip() not in text
 
 
 def test_the_best_candidate_is_the_champion_and_not_the_largest_gain():

@@ -47,8 +47,14 @@ def test_every_hook_is_explained(task):
   shown = text(task)
   for hook in task.interface.hooks:
     assert f"- {hook.signature};" in shown, "arguments and results, shapes and dtypes"
-    assert hook.doc and hook.doc in shown
-    assert f"{hook.doc}\nDefault:\n{hook.default.strip()}" in shown
+    alike = re.search(
+      rf"^- {re.escape(hook.signature)}; the same as (\w+)$", shown, re.M
+    )
+    first = task.interface.hook(alike[1] if alike else hook.name)
+    assert f"{first.doc}\nDefault:\n{first.default.strip()}" in shown
+    as_first = lambda words, own=hook, one=first: words.replace(own.name, one.name)
+    assert as_first(hook.doc) == first.doc
+    assert as_first(hook.default) == first.default
     if hook.active_when is not None:
       key, values = hook.active_when
       assert f"called if PLAN {key} is {' or '.join(map(repr, values))}" in shown
@@ -74,7 +80,14 @@ def test_every_intervention_is_there_with_its_exact_json(task):
   shown = text(task)
   for form in known.values():
     assert f"  {json.dumps(form.example)} {form.doc}" in shown
-    assert all(f"`{n}` is {v.form}" in shown for n, v in form.values.items())
+    for name, value in form.values.items():
+      if value.one_of == task.interface.names:
+        told = "a list of one of the hooks" if value.several else "one of the hooks"
+      elif {*value.one_of} == {*task.interface.names, *task.interface.plan}:
+        told = "a list of hooks and PLAN keys"
+      else:
+        told = value.form
+      assert f"`{name}` is {told}" in shown
   assert '"kind": "program"' in shown
 
 
@@ -83,7 +96,8 @@ def test_every_observable_has_a_meaning_and_every_margin_is_told(task):
   for name, margin in task.margins.items():
     meaning = prompt._meaning(name, task)
     assert meaning
-    assert f"- {name} (margin {margin:.3g}): {meaning}" in shown
+    told = rf"^- (.*, )?{name}(, .*)? \(margin {margin:.3g}\): {re.escape(meaning)}"
+    assert re.search(told, shown, re.M)
 
 
 def test_every_limit_is_told(task):
@@ -103,12 +117,13 @@ def test_every_floor_and_every_price_is_told(task):
   for name, floors in task.floors.items():
     if name in task.margins:
       told = f"its floor is {' or '.join(f'{floor:g}' for floor in floors)}"
-      assert re.search(rf"^- {name} .*; {re.escape(told)}$", shown, re.M)
+      assert re.search(rf"^- (.*, )?{name}[, ].*; {re.escape(told)}$", shown, re.M)
   known = interventions.of_task(task.interface, task.interventions)
   for form in known.values():
     (line,) = (li for li in shown.splitlines() if json.dumps(form.example) in li)
     assert re.search(r"; \d+ calls?(, the parent's run included.*)?$", line)
-  assert all(told in shown for told in (*task.rivals_told, prompt.ANOTHER_PART))
+  ours = prompt.ANOTHER_PART.format(target=task.target)
+  assert all(told in shown for told in (*task.rivals_told, ours))
 
 
 def test_other_text_is_told_with_its_price_for_both_programs():
@@ -178,7 +193,7 @@ def test_long_tables_name_their_columns_once():
   assert shown.splitlines()[-1] == "  layers_11: 12 12", "in the order of the layers"
   values = {**{f"layer_{i}": 0.5 + i for i in layers}, "kl": 0.25}
   assert prompt._measured(values).startswith("kl 0.25, layer_0 to layer_11: 0.5 1.5 ")
-  changes = {f"layer_{i}": 0.1 * i for i in layers}
+  changes = {"kl": -0.25, **{f"layer_{i}": 0.1 * i for i in layers}}
   (told,) = prompt._changes(values, changes)
   assert told == "layer_0 to layer_11 from +0 (layer_0) to +1.1 (layer_11)"
 
@@ -194,7 +209,7 @@ def test_the_example_answer_is_a_whole_experiment(name, tmp_path):
     options = dataclasses.asdict(plain.options)
     task = ptq.PtqTask(**{**options, "margins": margins, "initial": initial})
   example = json.dumps(task.example)
-  assert json.dumps(task.example, indent=1) in text(task)
+  assert example in text(task)
   model = test_llm.Model(example)
   proposer = llm.LlmProposer(model, task)
   searching.run(tmp_path, task, proposer, budget=6, mark_every=6)

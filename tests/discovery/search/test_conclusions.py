@@ -4,6 +4,7 @@ The first two are experiments that a language model ran on a small model, with t
 numbers that were measured then.
 """
 
+import dataclasses
 import types
 
 import pytest
@@ -195,6 +196,55 @@ def test_a_gain_that_stays_without_the_claimed_part_supports_nothing():
   lost = ran(before, candidate, neighbour=wrong, **{name: before})
   _, finding = concluded((focal, other, rival), lost)
   assert (finding.verdict, finding.survivors) == ("supported", (focal.name,))
+
+
+ABOUT_LESS = replies.account(
+  "exponent choice",
+  primary={"weight_error": "down"},
+  neighbour={"weight_error": "up"},
+)
+
+
+def by_parts(claims, without, **wrong):
+  """The verdict on an edit of two parts, by what is measured without the claimed one.
+
+  `claims` is the focal account. The edit takes kl from .1252 to .0952 and the error of
+  the weights from .0123 to .0116.
+  """
+  name = rivals.WITHOUT_PART
+  predictions = {"primary": {"kl": "down"}, name: {"kl": "kept"}}
+  rival = Explanation(rivals.ANOTHER_PART, "", predictions, rival=True)
+  told = {**claims["predictions"], name: {"kl": "lost"}}
+  focal = Explanation(claims["name"], "", told)
+  attempt = ran(
+    {"weight_error": 0.0123, "kl": 0.1252},
+    {"weight_error": 0.0116, "kl": 0.0952},
+    neighbour={"weight_error": 0.0130, "kl": 0.0952} | wrong,
+    **{name: {"weight_error": 0.0123, "kl": without}},
+  )
+  attempt.packet = dataclasses.replace(
+    attempt.packet, explanations=(focal, *accounts(RANGE), rival)
+  )
+  found = resolution.resolve(PTQ, attempt, resolution.observed(PTQ, attempt))
+  return found.verdict, found.survivors
+
+
+@pytest.mark.parametrize("claims", [CHOICE, ABOUT_LESS], ids=["both", "its own"])
+def test_of_two_parts_that_gain_the_smaller_one_is_not_refuted_by_the_other(claims):
+  """Its share is .0100 of .0300; one within the margin, .0074, is none."""
+  assert residual.fate(-0.03, -0.02, MARGINS["kl"]) == "kept", (
+    "most of the gain is left"
+  )
+  assert by_parts(claims, 0.1052) == ("supported", ("exponent choice",))
+  assert by_parts(claims, 0.1025)[0] != "supported"
+
+
+def test_an_account_of_an_observable_alone_keeps_it_where_another_part_gains():
+  """Its part moves the observable and not the target; nothing that it says is wrong."""
+  assert by_parts(ABOUT_LESS, 0.0960) == ("mediator_only", (rivals.ANOTHER_PART,))
+  assert by_parts(CHOICE, 0.0960)[0] == "target_only", "it does claim the gain"
+  refuted = by_parts(ABOUT_LESS, 0.0960, weight_error=0.0116)
+  assert refuted[0] == "unresolved", "its own control spoke against it"
 
 
 def test_a_rival_that_was_never_tested_is_no_other_explanation():

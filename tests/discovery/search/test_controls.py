@@ -111,8 +111,9 @@ def test_a_silent_account_separates_nothing():
   loud = Explanation("loud", "", {"c": {"x": "up"}})
   silent = Explanation("silent", "", {})
   control = Control("c", {})
-  with pytest.raises(controls.IndistinguishableError, match="loud / silent"):
+  with pytest.raises(controls.IndistinguishableError, match="loud / silent") as caught:
     controls.minimal([loud, silent], [control])
+  assert "silent predicts nothing under any control" in str(caught.value)
 
 
 @pytest.mark.parametrize("cost", [0, -1, 1.5])
