@@ -11,14 +11,13 @@ from mxjax.discovery.audit import explain, programs
 from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.audit.status import proposer_use
 from mxjax.discovery.core.ledger import KINDS
-from mxjax.discovery.core.store import begun_events, read_stored
+from mxjax.discovery.core.store import begun_events, read_stored, write_for_people
 from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout, runs
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report import html as report_html
 from mxjax.evaluation.report import numbers, svg
 from mxjax.intake.texts import printable
-from mxjax.storage import atomic_io
 
 Event = dict[str, Any]
 MEANINGS = {
@@ -54,9 +53,8 @@ BANNERS = {
 
 def write(folder: pathlib.Path) -> pathlib.Path:
   """Writes the report of a run, finished or not; returns its path."""
-  path = folder / "report.html"
-  atomic_io.write_durably(path, page(folder).encode())
-  return path
+  write_for_people(folder, "report.html", page(folder).encode())
+  return folder / "report.html"
 
 
 def page(folder: pathlib.Path) -> str:

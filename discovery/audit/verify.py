@@ -8,7 +8,12 @@ from typing import Any
 from mxjax.discovery.core import identity
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.candidate_source import admit, with_functions
-from mxjax.discovery.core.store import Store, begun_events, read_stored
+from mxjax.discovery.core.store import (
+  Store,
+  begun_events,
+  changed_for_people,
+  read_stored,
+)
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
@@ -100,8 +105,8 @@ def _changed(
   options: runs.RunOptions,
   task: task_.Task,
 ) -> list[str]:
-  """Returns what was changed in what a run paid for, or in its options."""
-  complaints = []
+  """Returns what was changed in what a run paid for, its options, and its pages."""
+  complaints = changed_for_people(folder)
   opened = {"config": options.search.to_dict(), "task": dict(task.spec)}
   for name, value in opened.items():
     # As the log has it, whose numbers and tuples went through JSON.

@@ -169,6 +169,45 @@ def read_stored(path: pathlib.Path) -> Any:
   return entry["value"]
 
 
+FOR_PEOPLE = ("config.toml", "report.html")
+"""Files beside the log that nothing reads but people, who may act on them."""
+DIGESTS = "digests.json"
+
+
+def write_for_people(folder: pathlib.Path, name: str, data: bytes) -> None:
+  """Writes one of `FOR_PEOPLE` durably, and its digest, by which `verify` knows it."""
+  told = {**_digests(folder), name: identity.digest(data)}
+  atomic_io.write_durably(folder / name, data)
+  atomic_io.write_durably(folder / DIGESTS, identity.canonical(told).encode())
+
+
+def changed_for_people(folder: pathlib.Path) -> list[str]:
+  """Returns what is wrong with the files for people of a run, a sentence each."""
+  try:
+    told = _digests(folder)
+  except ValueError as error:
+    return [str(error)]
+  found = {name: folder / name for name in FOR_PEOPLE if (folder / name).exists()}
+  complaints = [f"{name} is not there any more" for name in sorted({*told} - {*found})]
+  for name, path in found.items():
+    if name not in told:
+      complaints.append(f"{name} has no digest in {DIGESTS}")
+    elif identity.digest(path.read_bytes()) != told[name]:
+      complaints.append(f"{name} was changed after it was written")
+  return complaints
+
+
+def _digests(folder: pathlib.Path) -> dict[str, str]:
+  path = folder / DIGESTS
+  if not path.exists():
+    return {}
+  mend = (
+    "write the report again by `mxjax discover report`, after an intact copy is back"
+  )
+  with reading.refusing(path, "digests by the names of files", mend):
+    return reading.parse_json(reading.read_bytes(path), dict[str, str])
+
+
 def _lines(path: pathlib.Path) -> Iterator[str]:
   # What is no UTF-8 breaks the hash chain, which names the event.
   with path.open(encoding="utf-8", errors="backslashreplace") as file:

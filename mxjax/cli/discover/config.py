@@ -1,4 +1,4 @@
-"""One config of a run: a TOML file, or single lines of one by `--set KEY=VALUE`.
+"""One config of a run or a study: a TOML file, or lines of one by `--set KEY=VALUE`.
 
 Its options have the names of the command line and become words before those of it, so
 both are read and checked by the same parser; `--set` wins over the file, and the
@@ -22,6 +22,7 @@ command line over both. A key of a table has its name before it, as in
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import tomllib
@@ -61,7 +62,11 @@ class Parser(shared.Parser):
       before += self._words("--set", _set(filter(None, found.set)))
     except (ValueError, OSError) as error:
       self.error(str(error))
-    options, rest = super().parse_known_args([*before, *(args or ())], namespace)
+    # A name that comes first stays so, or an array of the file would go on into it.
+    given = [*(args or ())]
+    first = [*itertools.takewhile(lambda word: not word.startswith("-"), given)]
+    words = [*first, *before, *given[len(first) :]]
+    options, rest = super().parse_known_args(words, namespace)
     options.resolved = {
       name: getattr(options, action.dest) for name, action in self.named().items()
     }
@@ -69,8 +74,11 @@ class Parser(shared.Parser):
 
   def named(self) -> dict[str, argparse.Action]:
     """Returns the options that a file may hold, by name."""
-    mine = (action for action in self._actions if action.dest not in UNSET)
-    return {action.option_strings[0][2:]: action for action in mine}
+    return {
+      action.option_strings[0][2:]: action
+      for action in self._actions
+      if action.option_strings and action.dest not in UNSET
+    }
 
   def _words(self, path: str, table: Mapping[str, Any]) -> list[str]:
     known, mine, words = (self.holder or self).named(), self.named(), []

@@ -11,12 +11,12 @@ FLAG = argparse.BooleanOptionalAction
 """So that the command line can take back what a file of options says."""
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-  """Adds the file of options, and limits of what the proposer may use."""
+def add_config(parser: argparse.ArgumentParser, verb: str) -> None:
+  """Adds the file of options of a verb, and single lines of one."""
   parser.add_argument(
     "--config",
     metavar="FILE",
-    help="a TOML file with options of `run` under their names here; options of the "
+    help=f"a TOML file with options of `{verb}` under their names here; options of the "
     "command line win",
   )
   parser.add_argument(
@@ -26,6 +26,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     help="a line of such a file, as in seed=3 or task-options.objective=kl; wins over "
     "the file, and may be given often",
   )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+  """Adds limits of what the proposer may use."""
   parser.add_argument(
     "--max-tokens",
     type=shared.whole(1),

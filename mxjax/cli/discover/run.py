@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from mxjax import errors
 from mxjax.cli.discover import config
-from mxjax.cli.discover.options import add_limits, add_task, add_trust, add_workers
+from mxjax.cli.discover.options import (
+  add_config,
+  add_limits,
+  add_task,
+  add_trust,
+  add_workers,
+)
 
 if TYPE_CHECKING:
   from mxjax.discovery.core.task import Task
@@ -24,6 +30,7 @@ def add_parser(verbs: Any) -> None:
   planned.holder = started
   for parser in (planned, started):
     add_task(parser)
+    add_config(parser, "run")
     add_limits(parser)
   started.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   add_workers(started)
@@ -75,9 +82,9 @@ def run(options: argparse.Namespace) -> None:
   """Starts a run in a new folder, with the options that it keeps."""
   from mxjax.cli.discover.inputs import run_options
   from mxjax.cli.output import say
+  from mxjax.discovery.core import store
   from mxjax.discovery.search import runs
   from mxjax.discovery.tasks.ptq import margins
-  from mxjax.storage import atomic_io
 
   run_, folder = run_options(options), pathlib.Path(options.out)
   _fitting(run_)
@@ -86,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
   run_ = dataclasses.replace(run_, task=spec)
   runs.write_options(folder, run_)
   resolved = config.text(options.resolved).encode()
-  atomic_io.write_durably(folder / "config.toml", resolved)
+  store.write_for_people(folder, "config.toml", resolved)
   _search(folder, options, runs.Trusted.own(run_))
 
 

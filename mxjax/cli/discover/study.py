@@ -5,7 +5,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from mxjax.cli import options as shared
-from mxjax.cli.discover.options import add_task
+from mxjax.cli.discover.options import FLAG, add_config, add_task
 from mxjax.discovery.studies.arms import STUDIES
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_parser(verbs: Any) -> None:
     metavar="DIR",
     help="new or begun folder; studies in one folder share runs",
   )
-  add("--plan", action="store_true", help="tell the cost, start nothing")
+  add("--plan", action=FLAG, default=False, help="tell the cost, start nothing")
   add(
     "--seeds",
     type=int,
@@ -55,7 +55,8 @@ def add_parser(verbs: Any) -> None:
   )
   add(
     "--our-accounting",
-    action="store_true",
+    action=FLAG,
+    default=False,
     help="every arm skips controls that no longer tell anything apart and repeats "
     "executions for free; the paper charges both",
   )
@@ -66,6 +67,7 @@ def add_parser(verbs: Any) -> None:
     help="what the study should show, frozen before its first run",
   )
   add_task(parser)
+  add_config(parser, "study")
   # The study sets its own arms, seeds, budgets and accounting.
   parser.set_defaults(run=run, sandbox="off", max_tokens=None, max_cost=None)
 

@@ -3,7 +3,8 @@
 `tests/golden/world_by_a_model` holds the replies, addressed by the hash of the prompt
 that each one answers, and the log of the run that they made. The model knew the prompts
 alone. A prompt that changes by a letter has no recorded reply: where prompts must
-change, record the run again, with `words` below, `--proposer llm` and the jail.
+change, record the run again, with `words` below, `--proposer llm` and the jail, and
+copy its two files; nothing here is about one recording.
 """
 
 import json
@@ -16,6 +17,7 @@ from mxjax.discovery.core.task import Outcome
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 
 FOLDER = pathlib.Path(__file__).parents[2] / "golden" / "world_by_a_model"
+BUDGET = 15
 KEPT = (
   *("event", "kind", "condition", "status", "call", "charged", "values", "detail"),
   *("verdict", "reason", "response", "observed"),
@@ -43,7 +45,7 @@ def replayed(tmp_path_factory):
   lines = map(json.loads, (FOLDER / "log.jsonl").read_text().splitlines())
   told = [Outcome.from_dict(e) for e in lines if e["event"] == "outcome"]
   out = tmp_path_factory.mktemp("replay") / "run"
-  words = ["discover", "run", "--task", "world", "--budget", "15", "--seed", "1"]
+  words = ["discover", "run", "--task", "world", "--budget", str(BUDGET), "--seed", "1"]
   words += ["--proposer", "cassette", "--cassette", str(FOLDER / "cassette.jsonl")]
   words += ["--sandbox", "off", "--holdout", "off"]
   with pytest.MonkeyPatch.context() as patch:
@@ -61,14 +63,14 @@ def test_the_replies_make_the_same_log(replayed, recorded):
 
 def test_no_call_was_lost_to_the_form_of_an_answer(recorded):
   outcomes = [e for e in recorded if e["event"] == "outcome"]
-  assert len(outcomes) == 15
+  assert sum(e["charged"] for e in outcomes) <= BUDGET
+  assert {e["kind"] for e in outcomes} >= {"candidate", "control"}
   assert {e["status"] for e in outcomes} == {"ok"}
 
 
 def test_a_verdict_changed_what_came_next(recorded):
-  demands = [e for e in recorded if e["event"] == "demand"]
-  ended = {e["response"]: e["status"] for e in demands}
-  # The second, to extend an edit, asked for what its observable has no room for.
-  assert ended == {"repair_explanation": "met", "extend": "at_floor"}
-  verdicts = [e["verdict"] for e in recorded if e["event"] == "verdict"]
-  assert verdicts == ["target_only", "supported"]
+  """A demand that a verdict made was met by a later program."""
+  kinds = [e["event"] for e in recorded]
+  met = [i for i, e in enumerate(recorded) if e.get("status") == "met"]
+  assert "verdict" in kinds[: met[0]]
+  assert "packet" in kinds[kinds.index("verdict") : met[0]]

@@ -84,6 +84,31 @@ def test_options_that_the_log_does_not_know_are_found(finished, tmp_path):
   assert told == "run.json has another config than the log began with"
 
 
+@pytest.mark.parametrize("name", store.FOR_PEOPLE)
+def test_what_people_read_of_a_run_is_as_it_was_written(finished, tmp_path, name):
+  for change, told in (
+    (lambda path: flipped(path, 0.5), f"{name} was changed after it was written"),
+    (lambda path: path.unlink(), f"{name} is not there any more"),
+    (
+      lambda path: (path.parent / store.DIGESTS).unlink(),
+      f"{name} has no digest in {store.DIGESTS}",
+    ),
+    (lambda path: flipped(path.parent / store.DIGESTS, 0.0), store.DIGESTS),
+  ):
+    folder = copied(finished, tmp_path)
+    change(folder / name)
+    complaints = verify.verify(folder, calls=0, trusted=TRUSTED).complaints
+    assert any(told in each for each in complaints), complaints
+    shutil.rmtree(folder)
+
+
+def test_a_report_that_is_written_again_is_the_one_that_counts(finished, tmp_path):
+  folder = copied(finished, tmp_path)
+  flipped(folder / "report.html", 0.5)
+  assert main(["discover", "report", str(folder)]) == 0
+  assert verify.verify(folder, calls=0, trusted=TRUSTED).complaints == ()
+
+
 FORGED = {
   "deep": b"[" * 100_000 + b"]" * 100_000,
   "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,

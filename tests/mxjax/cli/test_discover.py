@@ -136,6 +136,46 @@ def test_a_run_from_its_own_file_is_the_same_run(tmp_path):
     assert (one / name).read_bytes() == (two / name).read_bytes()
 
 
+def test_a_study_takes_one_file_and_single_lines_of_one(tmp_path):
+  text = """
+task = "world"
+budget = 7
+sandbox = "off"
+seeds = [104, 105]
+tuned-on = []
+gate = 0.5
+our-accounting = true
+out = "from-file"
+[task-options]
+luck = 0.25
+"""
+  words = ["matched", "--set", "gate=0.6", "--set", "task-options.transfer=2"]
+  read = parsed(tmp_path, "study", *words, "--budget", "29", text=text)
+  assert (read.name, read.out, read.seeds, read.tuned_on) == (
+    "matched",
+    "from-file",
+    [104, 105],
+    [],
+  )
+  assert (read.gate, read.budget, read.our_accounting, read.plan) == (
+    0.6,
+    29,
+    True,
+    False,
+  )
+  run = inputs.run_options(read)
+  made = inputs.study_options(read, run.task, run)
+  assert (made.seeds, made.budget) == ((104, 105), 29)
+  assert read.resolved["seeds"] == [104, 105]
+
+
+def test_a_file_of_a_study_holds_options_of_a_study(refuses, tmp_path):
+  (tmp_path / "study.toml").write_text('task = "world"\nmax-tokens = 3\n')
+  words = ["discover", "study", "matched", "--out", tmp_path / "s", "--config"]
+  told = "expected options of this command, got 'max-tokens'"
+  refuses([([*words, tmp_path / "study.toml"], told)])
+
+
 def test_a_search_says_in_which_dtype_it_computes(tmp_path):
   text = 'task = "ptq"\nmodel = "random:0"\n'
   made = lambda *words: inputs.run_options(
