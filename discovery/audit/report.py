@@ -11,6 +11,7 @@ from mxjax.discovery.audit import explain, programs
 from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.audit.status import proposer_use
 from mxjax.discovery.core.ledger import KINDS
+from mxjax.discovery.core.residual import consistent
 from mxjax.discovery.core.store import begun_events, read_stored, write_for_people
 from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout, runs
@@ -51,6 +52,14 @@ BANNERS = {
 """What a reader has to know of the proposer, by the beginning of its name."""
 
 
+BECAME = (
+  "Measured: a later revision brought it under its threshold. Supported: an account of "
+  "it was borne out. Closed: the response to that was made, or its observable has no "
+  "room left. Left: its program is no longer retained."
+)
+"""What became of a question, in the words of its status."""
+
+
 def write(folder: pathlib.Path) -> pathlib.Path:
   """Writes the report of a run, finished or not; returns its path."""
   write_for_people(folder, "report.html", page(folder).encode())
@@ -70,7 +79,7 @@ def page(folder: pathlib.Path) -> str:
     _verdicts(told),
     _residuals(events),
     programs.champion(folder, told, events),
-    _packets(told, events[0]["margins"]),
+    _packets(told, events),
     _refused(events),
     programs.tree(told, events),
     report_html.glossary(WORDS),
@@ -101,6 +110,7 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
   options = dataclasses.asdict(runs.read_options(folder))
   champion = measured[-1]["champion"]
   best = next(e for e in measured if e["program"] == champion)
+  target = _target(events, initial)
   rows = [
     ["initial program", programs.code(initial["program"]), f"{initial['value']:.5g}"],
     [
@@ -115,7 +125,15 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
   config = {k: v for k, v in events[0]["config"].items() if k != "start"}
   config = html.escape(json.dumps(config, indent=1))
   more = f"<details><summary>configuration</summary><pre>{config}</pre></details>"
-  return "<h2>Run</h2>" + report_html.table(["", "", "target"], rows) + more
+  head = ["", "", f"{html.escape(target)}, the target; lower is better"]
+  return "<h2>Run</h2>" + report_html.table(head, rows) + more
+
+
+def _target(events: list[Event], initial: Event) -> str:
+  """Returns the name of the observable that the value of a program is."""
+  outcome = next(e for e in events if e["event"] == "outcome" and e["values"])
+  values = outcome["values"].items()
+  return next((n for n, value in values if value == initial["value"]), "the value")
 
 
 def _curves(folder: pathlib.Path, events: list[Event]) -> str:
@@ -275,7 +293,7 @@ def _residuals(events: list[Event]) -> str:
           html.escape(", then ".join(moves)),
         ]
       )
-  note = f"<p>{len(opened)} opened, {len(rows)} resolved.</p>"
+  note = f"<p>{len(opened)} opened; of {len(rows)} something became. {BECAME}</p>"
   head = ["program", "observable", "measured", "what became of it"]
   return "<h2>Residuals</h2>" + note + (report_html.table(head, rows) if rows else "")
 
@@ -297,7 +315,11 @@ def _refused(events: list[Event]) -> str:
   return head + report_html.table(["status", "proposal", "why"], rows)
 
 
-def _packets(told: list[Story], margins: dict[str, float]) -> str:
+def _packets(told: list[Story], events: list[Event]) -> str:
+  margins: dict[str, float] = events[0]["margins"]
+  measured = [e for e in events if e["event"] == "program"]
+  target = _target(events, measured[0])
+  values = {e["program"]: e["value"] for e in measured}
   parts = []
   for story in told:
     asks = bool(story.packet["packet"]["explanations"])
@@ -308,7 +330,8 @@ def _packets(told: list[Story], margins: dict[str, float]) -> str:
     predicted = _predictions(story) if asks else ""
     parts.append(
       f"<details><summary>{programs.code(story.packet['id'])} {label}: "
-      f"{html.escape(verdict)}</summary>{_said(story)}{predicted}"
+      f"{html.escape(verdict)}</summary>{_moved(story, values, target)}{_said(story)}"
+      f"{predicted}"
       f"{_concluded(story, margins)}</details>"
     )
   shown = ", ".join(f"{name} {margin:.3g}" for name, margin in margins.items())
@@ -317,6 +340,18 @@ def _packets(told: list[Story], margins: dict[str, float]) -> str:
     f"what followed. Margins: {html.escape(shown)}.</p>"
   )
   return "<h2>Packets</h2>" + lead + "".join(parts)
+
+
+def _moved(story: Story, values: dict[str, float], target: str) -> str:
+  """Returns which program a packet revises, and how far the target moved from it."""
+  parent, first = story.packet["packet"]["parent"], story.outcomes[:1]
+  if parent not in values or not first or target not in first[0]["values"]:
+    return ""
+  before, after = values[parent], first[0]["values"][target]
+  told = (
+    f"{html.escape(target)} from {before:.6g} to {after:.6g} ({after - before:+.3g})"
+  )
+  return f"<p>A revision of {programs.code(parent)}: {told}.</p>"
 
 
 def _said(story: Story) -> str:
@@ -369,7 +404,7 @@ def _predictions(story: Story) -> str:
       ]
       for account in accounts:
         said = account["predictions"].get(name, {}).get(observable, "")
-        wrong = said and name in observed and said != seen
+        wrong = name in observed and not consistent({"": said or seen}, {"": seen})
         said = html.escape(said)
         cells.append(f"<del>{said}</del>" if wrong else said)
       rows.append(cells)

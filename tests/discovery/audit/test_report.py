@@ -140,3 +140,38 @@ def test_deep_trees_fit_a_narrow_page():
   indents = {name.count("ul"): int(width) for name, width in rules}
   deepest = lambda depth: indents[max(n for n in indents if n <= depth)]
   assert 0 < sum(deepest(depth) + 1 for depth in range(2, 51)) <= 250
+
+
+def test_a_reader_sees_what_the_target_is_and_how_far_each_packet_moved_it(evil):
+  page, events = report.page(evil), store.read_events(evil)
+  assert "loss, the target; lower is better" in page
+  programs_ = {e["program"]: e for e in events if e["event"] == "program"}
+  primary = {e["packet"]: e for e in events if e.get("condition") == "primary"}
+  told = 0
+  for packet in (e for e in events if e["event"] == "packet"):
+    parent, outcome = packet["packet"]["parent"], primary[packet["id"]]
+    if parent and outcome["status"] == "ok":
+      before, after = programs_[parent]["value"], outcome["values"]["loss"]
+      moved = f"loss from {before:.6g} to {after:.6g} ({after - before:+.3g})."
+      assert f"A revision of {programs.code(parent)}: {moved}" in page
+      told += 1
+  assert told
+
+
+def test_a_prediction_that_holds_is_not_struck_out():
+  predictions = [
+    {"c": {"loss of the edit": "lost"}},
+    {"c": {"loss of the edit": "kept"}},
+  ]
+  accounts = [
+    {"name": name, "statement": "", "predictions": row}
+    for name, row in zip("ab", predictions, strict=True)
+  ]
+  packet = {"packet": {"explanations": accounts, "conditions": [{"name": "c"}]}}
+  verdict = {"observed": {"c": {"loss of the edit": "reversed"}}}
+  story = explain.Story(
+    packet, ({"condition": "c", "status": "ok"},), (), verdict, (), None, ""
+  )
+  shown = report._predictions(story)
+  assert "<del>kept</del>" in shown
+  assert "<del>lost</del>" not in shown, "what is reversed is lost"
