@@ -19,12 +19,8 @@ from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.tasks.ptq.candidate_codes import (
   Function,
   checked,
-  conjugated,
   decoded,
-  diagonal_blocks,
-  encode_groups,
   encoded,
-  inverses,
   legal,
   map_units,
   measure_stats,
@@ -174,9 +170,9 @@ class CandidateProgram(Program):
   def _reached(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """Maps and encodes the blocks one by one, from the last to the first."""
     plan, now = self._now.plan, self._now
-    if (plan["balance"], plan["curvature"]) != ("off", "full"):
+    if (plan["balance"], plan["curvature"]) != ("off", "none"):
       raise ContractError(
-        "ptq: transform reached needs balance off and curvature full, got "
+        "ptq: transform reached needs balance off and curvature none, got "
         f"{plan['balance']} and {plan['curvature']}; change the plan."
       )
     if now.random_map or now.shuffled - {"encode_act"}:
@@ -208,6 +204,7 @@ class CandidateProgram(Program):
       solve=table.unit(hooks["solve_linear"]),
       encode=table.batched(hooks["encode_linear"]),
       count=int(self._now.plan["linear_passes"]),
+      is_shuffled="solve_linear" in self._now.shuffled,
     )
 
   def _told(self, hook: str, stats: Any) -> Any:
@@ -224,12 +221,10 @@ class CandidateProgram(Program):
     transform = jnp.broadcast_to(
       jnp.eye(mxfp4.BLOCK_SIZE, dtype=jnp.float64), (weight.shape[0], 32, 32)
     )
-    native = transform
     if plan["transform"] != "off":
-      transform = self._transform(weight, inputs, native)
+      transform = self._transform(weight, inputs, transform)
     if plan["balance"] != "off":
-      at = transform if plan["balance"] == "measured" else native
-      stats = measure_stats(weight, inputs, at)
+      stats = measure_stats(weight, inputs, transform)
       transform = self._balance(stats)[..., None] * transform
     return Shaping(input_maps.BlockDense(transform.astype(jnp.float32)))
 
@@ -283,33 +278,16 @@ class CandidateProgram(Program):
   def _encode(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> gptq.Reconstruction:
-    plan = self._now.plan["curvature"]
-    if plan == "solved":
+    if self._now.plan["curvature"] == "solved":
       return self._linear_passes().codes(weight, inputs, input_map)
     hook = self._now.hooks["encode_weight"]
-    if hook == self._defaults["encode_weight"] and plan != "full":
+    if hook == self._defaults["encode_weight"]:
       return gptq.round_to_nearest(weight, inputs.rules)
-    curvature = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (len(weight), 32, 32))
-    upper = inverse = None
-    if plan != "none":
-      hessian = execution.block_on_cpu(conjugated(inputs.hessian(), input_map))
-      factor = execution.block_on_cpu(
-        gptq.factor(diagonal_blocks(hessian) if plan == "local" else hessian)
-      )
-      if not np.isfinite(np.asarray(factor.damping)).all():
-        raise FloatingPointError("candidate: the Hessian is not positive definite.")
-      curvature = factor.upper
-    if plan == "full":
-      upper = curvature
-      curvature = execution.block_on_cpu(diagonal_blocks(upper))
-      inverse = execution.block_on_cpu(inverses(curvature))
-    told = self._told("encode_weight", curvature)
-    encode = self._artifacts.batched(hook)
-    codes, exponent, value, is_legal = encode_groups(
-      encode, weight, told, upper, inverse
-    )
+    identity = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (len(weight), 32, 32))
+    codes, exponent = encoded(self._artifacts.batched(hook), weight, identity)
+    value, is_legal = execution.block_on_cpu(checked(codes, exponent, weight))
     require_legal(is_legal)
-    return gptq.Reconstruction(codes, exponent, value)
+    return gptq.Reconstruction(jnp.asarray(codes), jnp.asarray(exponent), value)
 
 
 def _random_rotations(blocks: int) -> np.ndarray:

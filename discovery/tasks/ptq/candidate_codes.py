@@ -12,16 +12,9 @@ from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import ContractError
+from mxjax.discovery.tasks.ptq.interface import EXPONENT_SLACK
 from mxjax.numerics import float_bits, mxfp4
-from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import input_maps, reference_chart
-
-EXPONENT_SLACK = 4
-"""Largest distance of a block's exponent from that of its largest value.
-
-Exponents carry scale, not side information: this leaves at most log2(9) bits per block
-to choose.
-"""
 
 Function = Callable[..., tuple[jax.Array, ...]]
 
@@ -143,83 +136,18 @@ def checked(
   return decoded(codes, exponent), legal(codes, exponent, blocks)
 
 
-@jax.jit
-def _target(
-  weight: jax.Array, upper: jax.Array, errors: jax.Array, index: jax.Array
-) -> jax.Array:
-  """Returns a block's weights `[32, rows]`, less the errors of the blocks before."""
-  size = weight.shape[0]
-  columns = jax.lax.dynamic_slice_in_dim(upper, index * size, size, axis=1)
-  return weight - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+def neighbours_in_linear(sums: jax.Array) -> jax.Array:
+  """Returns the sums of a linear, `[2, width, width]`, each block with its neighbour's.
 
-
-@jax.jit
-def _with_error(
-  errors: jax.Array, inverse: jax.Array, error: jax.Array, index: jax.Array
-) -> jax.Array:
-  """Adds a block's error `[32, rows]` to those of all columns `[d, rows]`.
-
-  U is upper triangular: the errors e of the columns solve e U = w - q.
+  Raises:
+    ContractError: The linear has one block only.
   """
-  found = jnp.einsum("ij,im->jm", inverse, error, precision=HIGHEST)
-  start = index * error.shape[0]
-  return jax.lax.dynamic_update_slice_in_dim(errors, found, start, axis=0)
-
-
-def encode_groups(
-  function: Function,
-  weight: jax.Array,
-  curvature: jax.Array,
-  upper: jax.Array | None,
-  inverse: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Encodes blocks in order; given U, each absorbs the errors of earlier blocks.
-
-  Args:
-    function: The batched hook.
-    weight: `[blocks, 32, rows]`.
-    curvature: Curvature passed to the hook for each block, `[blocks, 32, 32]`.
-    upper: U of GPTQ, `[d, d]`, or None if errors do not propagate.
-    inverse: Inverse of each diagonal block of U, `[blocks, 32, 32]`, or None.
-
-  Returns:
-    Codes, exponents, decoded values, and legality `[blocks, rows]`.
-  """
-  if upper is None or inverse is None:
-    codes, exponent = encoded(function, weight, curvature)
-    return codes, exponent, *execution.block_on_cpu(checked(codes, exponent, weight))
-  blocks, size, rows = weight.shape
-  errors, results = jnp.zeros((blocks * size, rows), weight.dtype), []
-  for index in map(np.int32, range(blocks)):
-    target = execution.block_on_cpu(_target(weight[index], upper, errors, index))
-    codes, exponent = encoded(function, target[None], curvature[index][None])
-    value, is_legal = execution.block_on_cpu(checked(codes[0], exponent[0], target))
-    errors = execution.block_on_cpu(
-      _with_error(errors, inverse[index], target - value, index)
+  if (blocks := sums.shape[1] // mxfp4.BLOCK_SIZE) < 2:
+    raise ContractError(
+      "solve_linear: shuffle_stats tells a block its neighbour's sums, got a linear of "
+      f"{blocks} block; use another control."
     )
-    results.append((codes[0], exponent[0], value, is_legal))
-  return tuple(jnp.stack(each) for each in zip(*results, strict=True))
-
-
-@jax.jit
-def diagonal_blocks(matrix: jax.Array) -> jax.Array:
-  """Returns the 32 x 32 diagonal tiles of `[d, d]` as `[blocks, 32, 32]`."""
-  blocks = matrix.shape[0] // mxfp4.BLOCK_SIZE
-  tiles = matrix.reshape(blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
-  return jnp.einsum("aiaj->aij", tiles)
-
-
-@jax.jit
-def inverses(upper: jax.Array) -> jax.Array:
-  """Inverts upper triangular tiles `[blocks, 32, 32]`."""
-  identity = jnp.broadcast_to(jnp.eye(upper.shape[-1], dtype=upper.dtype), upper.shape)
-  return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
-
-
-@jax.jit
-def conjugated(hessian: jax.Array, input_map: Any) -> jax.Array:
-  """Returns the Hessian `[d, d]` in a map's coordinates; unchanged without a map."""
-  return hessian if input_map is None else input_map.conjugate(hessian)
+  return jnp.roll(sums, mxfp4.BLOCK_SIZE, axis=(1, 2))
 
 
 def _error_step(

@@ -17,16 +17,16 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import ContractError
 from mxjax.discovery.tasks.ptq.candidate_codes import (
-  EXPONENT_SLACK,
   Function,
   checked,
   decoded,
   encoded,
   legal,
   map_units,
+  neighbours_in_linear,
   require_finite,
 )
-from mxjax.discovery.tasks.ptq.interface import MATRICES
+from mxjax.discovery.tasks.ptq.interface import EXPONENT_SLACK, MATRICES
 from mxjax.methods.baselines.wush import damped_factor
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
@@ -255,9 +255,12 @@ class _LinearStep:
     rules: mxfp4.Rules,
     step: jax.Array,
     state: jax.Array,
+    weights: jax.Array | None = None,
   ) -> jax.Array:
     del rules
     inputs = blocks.reshape(-1, blocks.shape[-1])
+    if weights is not None:
+      inputs = inputs * jnp.sqrt(weights[index])[None]
     return carry + self.function(inputs, index.astype(jnp.int32), step, state)[0]
 
 
@@ -270,12 +273,14 @@ class LinearPasses:
     solve: Hook of one unit.
     encode: Batched hook.
     count: Passes that run.
+    is_shuffled: Whether a control tells `solve` each block's sums as its neighbour's.
   """
 
   measure: Function
   solve: Function
   encode: Function
   count: int
+  is_shuffled: bool = False
 
   def codes(
     self, weight: jax.Array, inputs: LinearInputs, input_map: Any
@@ -283,16 +288,20 @@ class LinearPasses:
     """Runs all passes, and encodes folded weights `[blocks, 32, rows]`, float32.
 
     `inputs` are in native coordinates; `input_map`, which may be None, has a matrix for
-    each block.
+    each block. Tokens are multiplied by the roots of their weights, if they have any.
 
     Raises:
       ContractError: Sums or a state are not finite, or codes are not legal.
     """
     state = _of_linear(weight.shape[0], input_map)
+    weights = () if inputs.token_weights is None else (inputs.token_weights,)
     for step in map(jnp.int32, range(self.count)):
       zeros = jnp.zeros(state.shape, jnp.float32)
-      sums = inputs.reduce(_LinearStep(self.measure), zeros, step, state)
+      measure = _LinearStep(self.measure)
+      sums = inputs.reduce(measure, zeros, step, state, *weights)
       require_finite("measure_linear", np.asarray(sums))
+      if self.is_shuffled:
+        sums = neighbours_in_linear(sums)
       state = execution.block_on_cpu(_solved_linear(self.solve, step, sums, state))
       require_finite("solve_linear", np.asarray(state))
     codes, exponent, value, is_legal = execution.block_on_cpu(

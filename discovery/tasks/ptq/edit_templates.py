@@ -68,20 +68,24 @@ HOOKS = {
   "transform": ("transform", "operator_error", "geometry"),
   "balance": ("balance", "operator_error", "geometry"),
   "encode_weight": ("curvature", "weight_error", "discrete"),
+  "encode_linear": ("curvature", "weight_error", "discrete"),
   "encode_act": ("tables", "activation_error", "discrete"),
   "recover_value": ("attention", "value_error", "structure"),
   "recover_mlp": ("mlp", "mlp_error", "structure"),
 }
 """For each hook: the plan key that its edits set, their question, and their family."""
 
+TOLD_BY = {"encode_linear": "solve_linear"}
+"""The hook whose sums a neighbour has, where an edit's hook is told what it solved."""
+
 
 def _experiment(
-  hook: str, setting: Any, code: str, observable: str, statement: str
+  hook: str, code: str, observable: str, statement: str
 ) -> tuple[tuple[Explanation, ...], tuple[Control, ...]]:
   """Returns the explanations of an edit and the controls that tell them apart."""
   neighbour = Control(
     "neighbour",
-    {"kind": "shuffle_stats", "hooks": [hook]},
+    {"kind": "shuffle_stats", "hooks": [TOLD_BY.get(hook, hook)]},
     1,
     "each block is told its neighbour's numbers",
   )
@@ -89,12 +93,10 @@ def _experiment(
   match hook:
     case "transform" if "stats[" not in code:
       return _accounts(observable, "rotation", statement), (ROTATION, *HALVES)
-    case "encode_weight" if setting == "none":
-      # Without curvature, the hook receives nothing that a neighbour's numbers could
-      # replace.
-      accounts = _accounts(observable, "attention", statement, own="same")
-      return accounts, (neighbour, *HALVES)
-    case "transform" | "encode_weight":
+    case "encode_weight":
+      # It receives nothing that a neighbour's numbers could replace.
+      return _accounts(observable, "attention", statement, own="same"), HALVES
+    case "transform" | "encode_linear":
       return accounts, (neighbour, *HALVES)
     case "balance":
       return accounts, (neighbour, OPPOSITE)
@@ -136,7 +138,7 @@ def _edit(
   key, hooks_own, family = HOOKS[hook]
   source = "".join([*(SNIPPETS[name] for name in uses), code])
   residual = residual or hooks_own
-  explanations, controls = _experiment(hook, setting, source, residual, statement)
+  explanations, controls = _experiment(hook, source, residual, statement)
   return EditTemplate(
     id=id,
     hooks=(hook,),

@@ -18,6 +18,12 @@ LINEAR = Aval("float32", (2, "width", "width"))
 SUMS = Aval("float64", (32, 32))
 """What a head or an MLP sums for its recovery."""
 MAX_PASSES = 8
+EXPONENT_SLACK = 4
+"""Largest distance of a block's exponent from that of its largest value.
+
+Exponents carry scale, not side information: this leaves at most log2(9) bits per block
+to choose.
+"""
 STATS = {
   name: MATRIX
   for name in (
@@ -117,21 +123,55 @@ OF_LINEARS = (
     },
     outputs=(LINEAR,),
     active_when=("curvature", ("solved",)),
-    default="def measure_linear(inputs, index, step, state):\n"
-    "  return jnp.zeros_like(state)\n",
-    doc="What pass `step` of a linear sums over all calibration sequences, such as its "
-    "Hessian. `index` is the sequence, and its inputs are in native coordinates, all "
-    "tokens alike.",
+    default="""
+def measure_linear(inputs, index, step, state):
+  rows = inputs.reshape(-1, 32, inputs.shape[1])
+  product = lambda tile: jnp.matmul(tile, inputs.T, precision="highest")
+  moment = jax.lax.map(product, rows).reshape(state.shape[1:])
+  moment = jnp.triu(moment) + jnp.triu(moment, 1).T
+  return jnp.stack([moment, jnp.full_like(moment, inputs.shape[1])])
+""",
+    doc="What pass `step` of a linear adds to its sums for each calibration sequence "
+    "`index`; it is called once a sequence. `inputs` are that sequence's, in native "
+    "coordinates; with the plan key gradients, each token is multiplied by the root of "
+    "its weight. By default the sums are the raw Hessian, sum x x', and the number of "
+    "tokens in every place of a second matrix.",
   ),
   Hook(
     name="solve_linear",
     arguments={"step": INTEGER, "sums": LINEAR, "state": LINEAR},
     outputs=(LINEAR,),
     active_when=("curvature", ("solved",)),
-    default="def solve_linear(step, sums, state):\n  return state\n",
-    doc="A linear's state after pass `step` of the plan's `linear_passes`, from what "
-    "the pass measured. It starts with the map T of all blocks, block-diagonal, and "
-    "zeros.",
+    default="""
+def solve_linear(step, sums, state):
+  width = state.shape[1]
+  blocks = width // 32
+  places = jnp.arange(blocks)
+  maps = state[0].reshape(blocks, 32, blocks, 32)[places, :, places]
+  tiles = (sums[0] / sums[1, 0, 0]).reshape(blocks, 32, blocks, 32)
+  left = jnp.einsum("aij,ajbk->aibk", maps, tiles, precision="highest")
+  mapped = jnp.einsum("aibk,blk->aibl", left, maps, precision="highest")
+  hessian = mapped.reshape(width, width)
+  mean = jnp.trace(hessian) / width
+  eye = jnp.eye(width, dtype=jnp.float32)
+
+  def attempt(tried):
+    damping, _ = tried
+    shift = jnp.where(mean > 0, damping * mean, jnp.float32(1))
+    upper = jnp.linalg.cholesky((hessian + shift * eye)[::-1, ::-1])[::-1, ::-1]
+    solved = jax.lax.linalg.triangular_solve(upper, eye, left_side=True, lower=False)
+    return damping * 10, solved
+
+  again = lambda tried: (tried[0] < 50) & ~jnp.all(jnp.isfinite(tried[1]))
+  start = jnp.float32(0.01), jnp.full_like(hessian, jnp.nan)
+  upper = jax.lax.while_loop(again, attempt, start)[1]
+  return jnp.stack([upper, jnp.zeros_like(upper)])
+""",
+    doc="A linear's state after pass `step` of the plan's `linear_passes`, from the "
+    "sums of the pass; it is called once a pass. The state starts with the maps T of "
+    "all blocks, as one block-diagonal matrix, and zeros. By default, which is made "
+    "for one pass, its first matrix becomes the factor U of GPTQ: upper triangular, "
+    "U'U = inv(H + .01 mean(diag H) I), H = T (mean of x x') T'.",
   ),
   Hook(
     name="encode_linear",
@@ -144,9 +184,11 @@ OF_LINEARS = (
     "  exponent = jax.vmap(block_exponent)(blocks)\n"
     "  codes = jax.vmap(nearest_codes)(blocks, exponent)\n"
     "  return codes.reshape(-1), exponent\n",
-    doc="Codes of a whole row of weights in the coordinates of T, and the exponents of "
-    "its blocks, from the last state of the linear: the program carries errors from "
-    "block to block itself.",
+    doc="Codes of a whole row of weights in the coordinates of T (W T^-1), and the "
+    "exponents of its blocks, from the last state of the linear. The program carries "
+    "errors from coordinate to coordinate itself. GPTQ does so with the default state, "
+    "U = state[0]: coordinate i is rounded at target_i = row_i - sum over j < i of "
+    "e_j U[j, i], and e_i = (target_i - value_i) / U[i, i].",
   ),
 )
 
@@ -176,7 +218,8 @@ def measure_value(value, target, index):
     outputs=(Aval("float64", (2,)),),
     active_when=("attention", (True,)),
     default="def recover_value(sums):\n  return jnp.array([1.0, 0.0], jnp.float64)\n",
-    doc="Scale and offset of one key-value head's value outputs, from its sums.",
+    doc="Scale a and offset b of one key-value head, from its sums; its value outputs "
+    "v become a v + b in every coordinate.",
   ),
   Hook(
     name="measure_mlp",
@@ -231,7 +274,8 @@ def measure_mlp(gate, up, gate_target, up_target, down, index):
     active_when=("mlp", (True,)),
     default="def recover_mlp(sums):\n  return jnp.array([0.0, 0, 0, 1])\n",
     doc="Gate shift, gate scale, up scale and the unit of the shift of one layer, from "
-    "its sums.",
+    "its sums: its gate outputs g become (1 + gate scale) g + gate shift * unit, and "
+    "its up outputs u become (1 + up scale) u.",
   ),
 )
 
@@ -258,38 +302,40 @@ HOOKS = (
     outputs=(MATRIX,),
     active_when=("transform", ("measured",)),
     default="def transform(stats):\n  return jnp.eye(32, dtype=jnp.float64)\n",
-    doc="The invertible 32 x 32 map T of a block's inputs; weights get its inverse "
-    "transpose. Statistics are second moments X'X/n and W'W/m, error moments E'E/n "
-    "and cross moments E'X/n of the nearest codes, in native coordinates. With the "
-    "plan key gradients, activation_fisher weights tokens and weight_fisher weights "
-    "outputs by the float model's gradients there; without it they equal activation "
-    "and weight.",
+    doc="The map T of a block, with a condition number of at most 1e4; it is called "
+    "once a block. With x the 32 inputs of a token, w the 32 weights of a row, and "
+    "e = (value of the nearest codes) - (what they encode): `activation` is the mean "
+    "of x x' over tokens, `activation_error` of e e', `activation_cross` of e x', and "
+    "`weight`, `weight_error` and `weight_cross` are the same means over rows, of w. "
+    "All are in native coordinates. With the plan key gradients, activation_fisher "
+    "weights tokens and weight_fisher weights outputs by the float model's gradients "
+    "there; without it they equal activation and weight.",
   ),
   Hook(
     name="balance",
     arguments={"stats": STATS},
     outputs=(Aval("float64", (8,)),),
-    active_when=("balance", ("measured", "stale")),
+    active_when=("balance", ("measured",)),
     default="def balance(stats):\n  return jnp.zeros(8, jnp.float64)\n",
-    doc="log2 scales of eight groups of four coordinates; positive expands "
-    "activations. Statistics are in the coordinates of T, native when stale.",
+    doc="log2 scales u, each within [-4, 4], of eight groups of four neighbouring "
+    "coordinates, once a block: the map becomes Diag(2**u) T, so that a positive u "
+    "makes activations larger and weights smaller. `stats` has the same keys as for "
+    "transform, in the coordinates of T; without a map they are the native ones.",
   ),
   Hook(
     name="encode_weight",
     arguments={"block": BLOCK, "curvature": TABLE},
     outputs=PAYLOAD,
     batched=("block",),
-    active_when=("curvature", ("none", "local", "full")),
+    active_when=("curvature", ("none",)),
     default="def encode_weight(block, curvature):\n"
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
-    doc="Codes and exponent of 32 weights of a row. `curvature` is the identity, the "
-    "upper factor U of the block's own damped inverse Hessian (plan local), or the "
-    "diagonal block of U of the whole linear (plan full, errors then propagate to "
-    "later blocks). With the plan key gradients, the Hessian weights tokens. With "
-    "transform reached, blocks are visited from the last to the first: each runs its "
-    "passes and is encoded in the coordinates of its map, where `curvature` is R of "
-    "the remaining loss |R (w - w^)|^2, upper.",
+    doc="Codes and exponent of the 32 weights of one row in one block, in the "
+    "coordinates of T. `curvature` is the identity, and nothing is carried from block "
+    "to block. With transform reached it is R, upper triangular: the block's codes "
+    "w^ add |R (w - w^)|^2 to the loss of the linear, and trusted code has put the "
+    "errors of the later blocks into w.",
   ),
   *OF_LINEARS,
   Hook(
@@ -313,9 +359,13 @@ HOOKS = (
     default="def encode_act(block, gram, cross):\n"
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
-    doc="Codes and exponent of 32 activations of a token, given the block's tables "
-    "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), "
-    "G = W'W and K = 0 (plan float), or those of the hook tables (plan measured).",
+    doc="Codes and exponent of the 32 activations x of one token in one block, in the "
+    "coordinates of T. With e = (their decoded value) - x, the squared error of the "
+    "linear's outputs that the block makes is e' gram e - 2 e' cross x, up to what no "
+    "code changes: gram = W^'W^ and cross = W^'(W - W^), summed over rows, of the "
+    "realized weights W^ (plan realized), gram = W'W and cross = 0 (plan float), or "
+    "both as by the hook tables (plan measured). It runs on every block of every token "
+    "that is scored, so its loops are what a call takes longest for.",
   ),
   *OF_LAYERS,
 )
@@ -326,8 +376,8 @@ INTERFACE = Interface(
     "arrange": ("off", "mlp", "values", "both"),
     "transform": ("off", "measured", "solved", "reached"),
     "passes": tuple(range(1, MAX_PASSES + 1)),
-    "balance": ("off", "measured", "stale"),
-    "curvature": ("none", "local", "full", "solved"),
+    "balance": ("off", "measured"),
+    "curvature": ("none", "solved"),
     "linear_passes": tuple(range(1, MAX_PASSES + 1)),
     "tables": ("realized", "float", "measured"),
     "gradients": (False, True),
@@ -336,15 +386,23 @@ INTERFACE = Interface(
   },
   plan_docs={
     "arrange": "which channels the hook arrange sorts",
-    "transform": "what makes the map T of each block: the hook transform, the passes "
-    "of solve, or these while the blocks are rounded one after another",
-    "passes": "passes of measure_inputs, measure_weights and solve",
-    "balance": "whether the hook balance scales groups of coordinates, and in which "
-    "coordinates it is told statistics",
-    "curvature": "what encode_weight is told, or that encode_linear rounds whole rows",
-    "linear_passes": "passes of measure_linear and solve_linear",
-    "tables": "what encode_act is told",
-    "gradients": "whether statistics and Hessians are weighted by output gradients",
+    "transform": "what makes the map T of each block: nothing, so that T is the "
+    "identity (off); the hook transform (measured); the passes of measure_inputs, "
+    "measure_weights and solve, for all blocks before any is rounded (solved); or "
+    "passes of measure_weights and solve for one block after another, from the last to "
+    "the first, each of which is rounded by encode_weight before the next is mapped "
+    "(reached, which needs balance off and curvature none)",
+    "passes": "how many passes solved and reached have",
+    "balance": "whether the hook balance scales groups of coordinates after the map",
+    "curvature": "who rounds weights: encode_weight, each block by itself (none), or "
+    "encode_linear, whole rows with a state of the linear that measure_linear and "
+    "solve_linear make (solved)",
+    "linear_passes": "how many passes of measure_linear and solve_linear there are",
+    "tables": "what encode_act is told: tables of the realized weights (realized), of "
+    "the float weights (float), or those of the hook tables (measured)",
+    "gradients": "whether `activation_fisher` and `weight_fisher` of the statistics, "
+    "and the inputs of measure_linear, are weighted by gradients of the float model's "
+    "loss at the linear's outputs, which costs a backward pass",
     "attention": "whether recover_value corrects the outputs of value heads",
     "mlp": "whether recover_mlp corrects the MLPs",
   },
@@ -374,7 +432,12 @@ DESCRIPTION = (
   "activations are rounded at run time, each block of each token by itself, and "
   "everything else (embeddings, norms, softmax, head) stays float. A block map T acts "
   "as x' = T x on the 32 inputs of a block and as W' = W T^-1 on the weights, so the "
-  "float function is unchanged; only trusted code decodes."
+  "float function is unchanged; only trusted code decodes. A payload is legal if its "
+  f"codes are at most 15 and its exponent is within {EXPONENT_SLACK} of "
+  "block_exponent of what it encodes; one illegal payload fails the call. Layers are "
+  "quantized from the first to the last, each linear from the float model's "
+  "calibration inputs: first its maps, then its weights, then its tables; the fits of "
+  "heads and MLPs come after them. Most of a first call's time goes to compiling."
 )
 OBSERVABLES: Mapping[str, str] = {
   "log_ppl": "natural logarithm of the perplexity of the evaluation text, in nats",

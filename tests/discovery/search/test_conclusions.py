@@ -122,7 +122,7 @@ def test_an_account_may_predict_direction_and_fate_of_one_observable():
 
 # Which part of an edit carries the target.
 
-WEIGHTS = ["encode_weight"]
+WEIGHTS = ["solve_linear"]
 CHOICE = replies.account(
   "exponent choice",
   primary={"weight_error": "down", "kl": "down"},
@@ -135,11 +135,11 @@ RANGE = replies.account(
 )
 
 
-def mixed(plan="full"):
+def mixed(plan="solved"):
   """The calls of an edit of map, weights and activations, and of its parent."""
   hooks = {hook.name: hook.name for hook in ptq.INTERFACE.hooks}
   parent = Call(hooks, ptq.INTERFACE.default_plan | {"transform": "measured"}, {})
-  changed = dict.fromkeys(("transform", "encode_weight", "encode_act"), "another")
+  changed = dict.fromkeys(("transform", "solve_linear", "encode_act"), "another")
   plan = dict(parent.plan) | {"curvature": plan}
   return Call({**hooks, **changed}, plan, {}), parent
 
@@ -152,14 +152,14 @@ def of_weights(told):
     residual="weight_error",
     explanations=accounts(CHOICE, RANGE),
     controls=(Control("neighbour", {"kind": "shuffle_stats", "hooks": WEIGHTS}),),
-    declared=("transform", "encode_act", "encode_weight"),
+    declared=("transform", "encode_act", "solve_linear"),
   )
 
 
 def test_the_part_that_the_controls_take_away_is_the_claimed_one():
   task = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
   claimed = rivals.claimed(task, of_weights(task), *mixed())
-  assert claimed == ("encode_weight", "curvature"), "with the key that switches it on"
+  assert claimed == ("solve_linear", "curvature"), "with the key that switches it on"
   told, controls = rivals.of(task, of_weights(task), *mixed())
   another = next(e for e in told if e.name == rivals.ANOTHER_PART)
   name = rivals.PREFIX + rivals.ANOTHER_PART

@@ -8,10 +8,9 @@ from mxjax.discovery.core import candidate_source
 
 FILES: Mapping[str, tuple[str, ...]] = {
   "gptq": ("gptq",),
-  "gptq-linear": ("gptq_linear",),
   "wush": ("wush",),
   "recovery": ("recovery",),
-  "hires": ("hires", "gptq_linear", "recovery"),
+  "hires": ("hires", "gptq", "recovery"),
 }
 """Files of each program; the first has its plan and wins where two define a name."""
 NAMES = tuple(FILES)

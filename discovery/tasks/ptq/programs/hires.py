@@ -13,7 +13,6 @@ PLAN = {
   "transform": "solved",
   "passes": 5,
   "curvature": "solved",
-  "linear_passes": 1,
   "tables": "measured",
   "attention": True,
   "mlp": True,

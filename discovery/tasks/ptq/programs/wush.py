@@ -9,7 +9,7 @@ planes, from the last coordinate to the first.
 import jax
 import jax.numpy as jnp
 
-PLAN = {"transform": "reached", "passes": 1, "curvature": "full"}
+PLAN = {"transform": "reached"}
 SPECTRUM_DAMPING = 0.01
 
 

@@ -44,7 +44,7 @@ TOLD = (
   "solve",
   "transform",
   "balance",
-  "encode_weight",
+  "solve_linear",
   "encode_act",
   "recover_value",
   "recover_mlp",
@@ -52,9 +52,9 @@ TOLD = (
 """Hooks whose units are told statistics that a neighbour also has."""
 INTERVENTIONS: Interventions = {
   "shuffle_stats": Intervention(
-    doc="each block or head is told its neighbour's statistics, an MLP those of the "
-    "layer before",
-    example={"kind": "shuffle_stats", "hooks": ["encode_weight"]},
+    doc="each block or head is told its neighbour's statistics, solve_linear sums in "
+    "which every block has its neighbour's place, an MLP those of the layer before",
+    example={"kind": "shuffle_stats", "hooks": ["transform"]},
     values={
       "hooks": Value(doc="hooks that are told so", one_of=TOLD, several=True),
     },

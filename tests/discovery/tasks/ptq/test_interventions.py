@@ -98,7 +98,9 @@ def test_a_unit_without_a_neighbour_is_a_contract_error(float64):
     fits(LINEARS[:1], hooks=["recover_mlp"])
 
 
-@pytest.mark.parametrize("hook", ["solve_linear", "measure_value", "tables", "arrange"])
+@pytest.mark.parametrize(
+  "hook", ["encode_weight", "measure_value", "tables", "arrange"]
+)
 def test_a_hook_that_no_control_can_change_is_a_contract_error(hook):
   change = {"kind": "shuffle_stats", "hooks": ["transform", hook]}
   with pytest.raises(ContractError, match=rf"cannot change \['{hook}'\]"):

@@ -63,7 +63,7 @@ def test_every_example_of_the_prompt_is_executed(evaluator):
   """And every one of them changes what the candidate would show without it."""
   parent = evaluator.prepare(TASK.interface.default_source()).full_call
   code = replies.balanced() + BALANCE
-  source = edited(code, transform="measured", balance="measured", curvature="full")
+  source = edited(code, transform="measured", balance="measured", curvature="solved")
   own = evaluator.prepare(source).full_call
   whole = evaluator.measure(own)[0]
   assert whole.status == "ok", whole.detail

@@ -185,8 +185,8 @@ def test_a_program_can_measure_its_own_tables():
 @pytest.mark.parametrize(
   ("plan", "intervention", "message"),
   [
-    ({"curvature": "none"}, {}, "balance off and curvature full"),
-    ({"balance": "stale"}, {}, "balance off and curvature full"),
+    ({"curvature": "solved"}, {}, "balance off and curvature none"),
+    ({"balance": "measured"}, {}, "balance off and curvature none"),
     ({}, {"kind": "random_map"}, "use the control scope"),
     ({}, {"kind": "shuffle_stats", "hooks": ["solve"]}, "use the control scope"),
   ],
@@ -220,7 +220,7 @@ def square(tmp_path_factory):
   [
     (name, where)
     for where in (in_jail, in_process)
-    for name in ("wush", "gptq-linear", "hires")
+    for name in ("wush", "gptq", "hires")
   ],
 )
 def test_a_method_as_a_program_is_the_librarys(
@@ -230,8 +230,7 @@ def test_a_method_as_a_program_is_the_librarys(
   got, values = where(task, programs.source(name), tmp_path)
   model, params = task.options.load()
   calib = mxjax.Calibration(model, task.options.tokens("fit"))
-  method = name.removesuffix("-linear")
-  library = mxjax.quantize(params, calib, method, check=False, probe=False)
+  library = mxjax.quantize(params, calib, name, check=False, probe=False)
   expected = payload.of_params(library, model)
   assert got.keys() == expected.keys()
   codes = differ = 0

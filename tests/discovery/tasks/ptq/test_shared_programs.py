@@ -42,7 +42,7 @@ def edited(executor, name, params=None):
   ("name", "params"),
   [
     ("one-code", [{"rounds": 1}, {"rounds": 2}]),
-    ("gptq", [{}]),
+    ("weight-exponent", [{"first": 1, "second": -1}]),
     ("value-affine", [{}]),
   ],
 )

@@ -1,5 +1,6 @@
 """Passes on whole linears, heads and MLPs: what they sum, and what they may not do."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,7 +14,12 @@ from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.task import ContractError, Status
 from mxjax.discovery.sandbox import tracing
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.tasks.ptq import candidate_passes, edit_templates, programs
+from mxjax.discovery.tasks.ptq import (
+  candidate_codes,
+  candidate_passes,
+  edit_templates,
+  programs,
+)
 from mxjax.discovery.tasks.ptq import task as ptq
 from mxjax.discovery.tasks.ptq.candidate_passes import LinearPasses
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
@@ -115,7 +121,7 @@ def test_a_linears_passes_sum_all_sequences_and_hand_on_their_state(
 
 def test_gptq_written_whole_is_the_librarys(float64):
   weight, inputs, at = operands(blocks=3)
-  made = linear_passes(programs.source("gptq-linear"))
+  made = linear_passes(programs.source("gptq"))
   result = made.codes(weight, inputs, at)
   hessian = at.conjugate(inputs.hessian())
   expected = gptq.reconstruct(weight, gptq.factor(hessian).upper)
@@ -357,3 +363,31 @@ def test_a_search_computes_in_the_dtype_that_it_says():
   assert hidden.dtype == jnp.bfloat16
   with pytest.raises(ValueError, match="expected dtype to be one of float32, bfloat16"):
     ptq.PtqTask(**options, dtype="float16")
+
+
+@pytest.mark.parametrize("told", ["its own", "weighted", "its neighbours'"])
+def test_a_linear_without_hooks_of_its_own_has_the_factor_of_its_hessian(
+  float64, told, monkeypatch
+):
+  weight, inputs, at = operands(blocks=3)
+  if told == "weighted":
+    tokens = np.random.default_rng(3).uniform(0.1, 1.9, (3, 32))
+    inputs = inputs.weighted(jnp.asarray(tokens, jnp.float32))
+  hessian = inputs.hessian()
+  if is_shuffled := told == "its neighbours'":
+    hessian = jnp.roll(hessian, 32, axis=(0, 1))
+  seen, kept = [], candidate_passes._encoded_rows
+  monkeypatch.setattr(
+    candidate_passes,
+    "_encoded_rows",
+    lambda function, weight, state: seen.append(state) or kept(function, weight, state),
+  )
+  made = dataclasses.replace(linear_passes(HEADER), is_shuffled=is_shuffled)
+  made.codes(weight, inputs, at)
+  expected = gptq.factor(at.conjugate(hessian)).upper
+  np.testing.assert_allclose(seen[0][0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_linear_of_one_block_has_no_neighbours():
+  with pytest.raises(ContractError, match="a linear of 1 block"):
+    candidate_codes.neighbours_in_linear(jnp.zeros((2, 32, 32)))
