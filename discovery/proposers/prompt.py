@@ -305,7 +305,8 @@ Rules of a question:
    `supported` needs a gain of the target that none of them explains: {rivals}.
    So a question is reserved 1 call for the candidate, those of its own controls and
    those of ours, and what turns out not to be needed is given back. If more is reserved
-   than is left, the candidate runs without its question, and you are told so.
+   than is left, the candidate runs without its question, and you are told so."""
+BINDING = """
 5. The verdict asks something of the next programs: supported - extend it; target_only
    (a gain for another reason) - change the account; mediator_only (the observable, not
    the target) - carry it to the target; no_effect (also where nothing moves beyond its
@@ -314,6 +315,7 @@ Rules of a question:
 6. A response counts if it moves the observable that the demand is about by more than
    its margin; an edit that moves nothing meets nothing. Nothing has to reach the
    threshold of a residual: below it the question is closed, and that is all."""
+"""Rules of a question for arms whose verdicts bind later programs."""
 ANOTHER_PART = (
   "`another part of the edit` (1 call), where the edit changes hooks that your "
   "controls do not name: your program without the ones that they name. It is excluded "
@@ -422,7 +424,7 @@ def _limits() -> str:
   )
 
 
-def _system(task: Task, evidence: Evidence) -> str:
+def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
   """Returns what is the same in every prompt of a run."""
   interface = task.interface
   sizes = [", ".join(f"{k} {v}" for k, v in size.items()) for size in interface.sizes]
@@ -443,6 +445,7 @@ def _system(task: Task, evidence: Evidence) -> str:
       except_=", but for other_text" if OTHER_TEXT in task.interventions else "",
       least=QUESTION_CALLS,
     )
+    form += BINDING if compiles else ""
   if evidence == "verdict" and task.example:
     form += (
       "\nA complete answer to a first prompt, for its form and not for its idea:\n"
@@ -652,7 +655,7 @@ def messages(
   Raises:
     ValueError: The program and the instructions alone exceed the input budget.
   """
-  system = _system(task, context.evidence)
+  system = _system(task, context.evidence, compiles=context.compiles)
   shown = task.references if context.evidence not in ("none", "score") else {}
   parts = "\n\n".join(_question(context, shown))
   fixed = count(system) + count(parts + "\n\n") + reserve

@@ -5,6 +5,7 @@ run can be replayed. Programs are retained for their performance; whether an exp
 holds never changes a score.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -251,6 +252,20 @@ class Search:
     accounts = (registration.corrupted(e, *corruption) for e in proposal.explanations)
     return dataclasses.replace(proposal, explanations=tuple(accounts))
 
+  def paused(self, calls: int) -> "Search":
+    """Returns the search in its state of now, with `calls` left, only to review in.
+
+    Later rounds do not change what it knows, so it judges a proposal made from this
+    state like a run that stands here.
+    """
+    still = copy.copy(self)
+    still.ledger = copy.deepcopy(self.ledger)
+    still.ledger.release()
+    still.ledger.budget = still.ledger.spent + calls
+    still._records, still._resolved = dict(self._records), dict(self._resolved)
+    still._registered = set(self._registered)
+    return still
+
   def context(self, selection: Selection, evidence: Evidence) -> Context:
     """Returns what a proposer with this evidence would be told now."""
     parent = selection.parent
@@ -279,7 +294,7 @@ class Search:
       else None,
       lineage=self._lineage(),
       budget=self.ledger.remaining(),
-      review=functools.partial(self._review, selection),
+      review=functools.partial(self.review, selection),
       ask=functools.partial(self._asked, parent),
     )
 
@@ -296,7 +311,7 @@ class Search:
       return "This task has no free proxy."
     return self._ask_proxy.answer(source, parent.source, part)
 
-  def _review(self, selection: Selection, proposal: Proposal) -> str:
+  def review(self, selection: Selection, proposal: Proposal) -> str:
     """Returns why a proposal would be refused before any call, or nothing."""
     asked, open_ = proposal.residual, selection.residual(proposal)
     if self._config.policy != "none" and asked is not None and open_ is None:

@@ -10,13 +10,15 @@ only the compiled demand differs. Both are evaluated outside any budget.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core.edit_templates import id_of
 from mxjax.discovery.core.proposal import (
   Context,
   Demand,
+  OutageError,
+  Proposal,
   Proposer,
   ProposerError,
   Record,
@@ -99,6 +101,8 @@ def replay(
         packet = next(e for e in events if e["event"] == "packet")["packet"]
         successor = functools.partial(_successor, proposer, evaluator)
         transitions.append(_transition(search, packet, verdict, successor))
+  except OutageError:
+    raise
   except ProposerError:
     # The original run also ended here, because no edit was left.
     pass
@@ -127,7 +131,7 @@ def _transition(
   successor: Callable[[Context, Demand], Successor],
 ) -> Transition:
   address = (len(search.history.experiments), 0)
-  selection = search.select(address, _holder(search, packet, verdict))
+  selection = search.select(address, holder(search, packet, verdict))
   (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
   constrained = dataclasses.replace(
     search.context(selection, "verdict"), demands=(demand,)
@@ -148,7 +152,7 @@ def _transition(
   )
 
 
-def _holder(search: Search, packet: Any, verdict: dict[str, Any]) -> Record:
+def holder(search: Search, packet: Any, verdict: Mapping[str, Any]) -> Record:
   """Returns the program that both successors revise."""
   program, parent = packet["program"], packet["parent"]
   is_retained = search.programs.holds(program)
@@ -162,8 +166,17 @@ def _successor(
   """Proposes a successor in a context, measures it and probes it for the demand."""
   try:
     proposal = proposer.propose(context)
+  except OutageError:
+    raise
   except ProposerError:
     return Successor("", "none")
+  return measured(proposal, evaluator, context, demand)
+
+
+def measured(
+  proposal: Proposal, evaluator: CachedEvaluator, context: Context, demand: Demand
+) -> Successor:
+  """Measures a proposal outside of any budget and probes it for a demand."""
   prepared = evaluator.prepare(proposal.source)
   if prepared.call is None:
     return Successor(proposal.label, str(prepared.status))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mxjax.cli.discover import config, doctor, folder, run, study
+from mxjax.cli.discover import config, doctor, folder, run, study, trial
 
 
 def add_parser(commands: Any) -> None:
@@ -16,5 +16,5 @@ def add_parser(commands: Any) -> None:
   verbs = parser.add_subparsers(
     dest="verb", required=True, metavar="VERB", parser_class=config.Parser
   )
-  for module in (run, folder, doctor, study):
+  for module in (run, folder, doctor, study, trial):
     module.add_parser(verbs)

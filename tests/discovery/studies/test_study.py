@@ -180,3 +180,26 @@ def test_the_anytime_figure_has_our_medians_and_the_papers():
   for arm, *cells in PAPER["anytime_values"][1:]:
     for call, cell in zip(PAPER["anytime_values"][0][1:], cells, strict=True):
       assert f"<title>{arm}, evaluator calls {call}: {float(cell):.4g}</title>" in page
+
+
+def test_a_positive_paired_difference_favors_the_constrained():
+  free = {**dict.fromkeys(("improves", "implemented", "repeats"), False), "change": 0.0}
+  gained = {**free, "improves": True}
+  pair = {"focal": "refuted", "free": free, "constrained": gained}
+  values = {
+    "study": "replay",
+    "target": "loss",
+    "runs": {"quantforge": {}},
+    "seeds": [1, 2],
+    "budget": 240,
+    "replay": {"1": [pair, pair], "2": [{**pair, "free": gained, "constrained": free}]},
+  }
+  (table,) = [t for t in tables.tables(values) if "by trajectory (" in t.title]
+  assert [row[1:] for row in table.rows] == [["0", "1"], ["2", "0"], ["+2", "-1"]]
+
+
+def test_every_run_of_a_study_has_its_own_seed(folder):
+  for arm in ("quantforge", "reflect"):
+    made = {seed: folder.options.run(arm, seed) for seed in (4, 5)}
+    assert {seed: each.config["seed"] for seed, each in made.items()} == {4: 4, 5: 5}
+    assert {seed: each.task["seed"] for seed, each in made.items()} == {4: 4, 5: 5}

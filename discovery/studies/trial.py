@@ -1,0 +1,422 @@
+"""A trial: the paper's question asked of a language model, frozen before it answers.
+
+A trial has runs, each of one arm on one task with a seed and a budget, and a replay of
+the verdicts of some of them; see `trial_replay`. Its plan, a TOML file, is completed
+with measured margins, and frozen with the hash of everything that could tune it. Every
+reply of the model is kept, so that all of it can be computed again without the model.
+"""
+
+import concurrent.futures
+import io
+import json
+import pathlib
+import platform
+import tarfile
+import threading
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.proposal import OutageError
+from mxjax.discovery.core.store import Store, begun_events
+from mxjax.discovery.core.task import Status
+from mxjax.discovery.proposers import llm
+from mxjax.discovery.search import runs
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.studies.arms import ARMS
+from mxjax.discovery.studies.trial_replay import CONDITIONS, Replay
+from mxjax.discovery.tasks.ptq import margins
+from mxjax.errors import ValueRefusal
+from mxjax.models.loading import embedded
+from mxjax.storage import atomic_io
+
+Tell = Callable[[str], Any]
+KEYS = frozenset(
+  ("question", "expects", "stop", "validity", "sandbox", "endpoint", "replay")
+) | {"tasks", "runs"}
+"""Of a plan, all of which it needs."""
+BATCH = 8
+"""Successors of a run that are scored on held-out data together, by workers that hold
+another model only meanwhile."""
+TRAINED, DATA = "trained:", "data:"
+"""Begin the names of a model of the source tree, and of a file in the data folder."""
+
+
+def frozen(plan: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a complete plan with its hash, the sources and the versions it stands for.
+
+  The sources are all of discovery, the prompts and the mechanism among them, and what
+  scores.
+  """
+  content = {
+    **plan,
+    "arms": {
+      run["arm"]: dict(ARMS[run["arm"]].changes) for run in plan["runs"].values()
+    },
+    "sources": identity.source_digest("mxjax.discovery", "mxjax.evaluation.measures"),
+    "versions": {"jax": jax.__version__, "python": platform.python_version()},
+  }
+  content = json.loads(json.dumps(content))
+  return {**content, "hash": identity.digest(content)}
+
+
+def freeze(
+  path: pathlib.Path, file: pathlib.Path, data: str = "", *, tell: Tell
+) -> "Trial":
+  """Measures the margins of a plan's tasks and freezes it in a new folder.
+
+  Raises:
+    ValueError: The plan lacks something, or names what there is not.
+    FileExistsError: The folder is not empty.
+  """
+  plan = tomllib.loads(file.read_text("utf-8"))
+  if {*plan} != KEYS:
+    raise ValueRefusal(
+      file,
+      expected=f"the tables and keys {', '.join(sorted(KEYS))}",
+      got=", ".join(sorted({*plan} ^ KEYS)) + " absent or not known",
+      mend="complete the plan",
+    )
+  for name, run in plan["runs"].items():
+    if run.get("arm") not in ARMS or run.get("task") not in plan["tasks"]:
+      raise ValueRefusal(
+        f"{file}: runs.{name}",
+        expected=f"an arm of {', '.join(ARMS)} and a task of "
+        f"{', '.join(plan['tasks'])}",
+        got=f"{run.get('arm')!r} and {run.get('task')!r}",
+        mend="name some of these",
+      )
+  if unknown := sorted({*plan["replay"]["runs"]} - {*plan["runs"]}):
+    raise ValueRefusal(
+      f"{file}: replay.runs",
+      expected=f"some of {', '.join(plan['runs'])}",
+      got=unknown,
+      mend="name runs of the plan",
+    )
+  for name, spec in plan["tasks"].items():
+    hidden = spec.pop("heldout", None)
+    if spec["task"] == "ptq":
+      measured = margins.completed(placed(spec, data), tell=tell)
+      added = ("margins", "initial", "references")
+      spec |= {key: measured[key] for key in added}
+    plan["tasks"][name] = {**spec, **({"heldout": hidden} if hidden else {})}
+  atomic_io.check_output(path)
+  path.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(frozen(plan), indent=1)
+  atomic_io.write_durably(path / "plan.json", text.encode())
+  return Trial(path, data, tell=tell)
+
+
+def placed(spec: Mapping[str, Any], data: str) -> dict[str, Any]:
+  """Returns a specification with the places of models and texts on this machine."""
+
+  def place(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(TRAINED):
+      return str(embedded.trained_folder(value.removeprefix(TRAINED)))
+    if isinstance(value, str) and value.startswith(DATA):
+      return str(pathlib.Path(data, value.removeprefix(DATA)).resolve())
+    return value
+
+  return {key: place(value) for key, value in spec.items() if key != "heldout"}
+
+
+class Trial:
+  """The folder of a trial; `plan` is what it was frozen with."""
+
+  def __init__(self, path: pathlib.Path, data: str = "", *, tell: Tell = print) -> None:
+    """Opens a frozen trial; `data` is the folder of the texts that its plan names.
+
+    Raises:
+      ValueError: The folder has no plan, or the plan was changed.
+    """
+    self.path, self._data, self._tell = path, data, tell
+    self.plan: dict[str, Any] = read_plan(path)
+    self._tasks: dict[str, task_.Task] = {}
+
+  def check_sources(self) -> None:
+    """Refuses to add answers to a trial that another mechanism began.
+
+    Raises:
+      ValueError: Sources, arms or versions are not those that the plan was frozen with.
+    """
+    now = frozen({k: self.plan[k] for k in KEYS})
+    if changed := sorted(k for k in now if k != "hash" and now[k] != self.plan[k]):
+      raise ValueRefusal(
+        self.path,
+        expected="what the trial was frozen with",
+        got=f"other {', '.join(changed)}",
+        mend="a changed mechanism is a new trial: freeze its plan in a new folder",
+      )
+
+  def task(self, name: str) -> task_.Task:
+    """Returns a task of the plan."""
+    if name not in self._tasks:
+      self._tasks[name] = task_.load(placed(self.plan["tasks"][name], self._data))
+    return self._tasks[name]
+
+  def heldout(self, name: str) -> task_.Task | None:
+    """Returns a task on other data: those of the plan, or the task's own."""
+    spec = self.plan["tasks"][name]
+    if "heldout" not in spec:
+      return self.task(name).holdout()
+    return task_.load(placed({**spec, **spec["heldout"]}, self._data))
+
+  def folder(self, run: str) -> pathlib.Path:
+    """Returns the folder of a run."""
+    return self.path / "runs" / run
+
+  @property
+  def compiled(self) -> pathlib.Path | None:
+    """Where jailed workers of all runs share what they compiled."""
+    return None if self.plan["sandbox"] == "off" else self.path / "compiled"
+
+  def options(self, name: str) -> runs.RunOptions:
+    """Returns the options of a run."""
+    run, limits = self.plan["runs"][name], {}
+    if "max_tokens" in run:
+      limits["max_tokens"] = run["max_tokens"]
+    config = {**ARMS[run["arm"]].changes, **run.get("config", {}), **limits}
+    config |= {"seed": run["seed"], "budget": run["budget"]}
+    config.setdefault("mark_every", max(1, run["budget"] // 2))
+    tape = self.path / "cassettes" / f"{name}.jsonl"
+    return runs.RunOptions(
+      task=dict(self.task(run["task"]).spec),
+      config=config,
+      sandbox=self.plan["sandbox"],
+      proposer={
+        **{"kind": "llm", "cassette": str(tape.resolve())},
+        **self._endpoint("run_model", name=name, arm=run["arm"]),
+      },
+      holdout="off",
+    )
+
+  def _endpoint(self, which: str, **names: str) -> dict[str, Any]:
+    """Returns the settings of an endpoint, with the model's name filled in."""
+    given = dict(self.plan["endpoint"])
+    models = {key: given.pop(key) for key in ("run_model", "replay_model")}
+    given["base_url"] = given["base_url"].format(**names)
+    return {**given, "model": models[which].format(**names)}
+
+  def run(self, name: str, *, closing: bool = False) -> dict[str, Any]:
+    """Runs or resumes a run and scores what it found held out; returns the scores.
+
+    `closing` ends it where it stands.
+
+    Raises:
+      OutageError: The model gave no answer; call it again.
+    """
+    folder, options = self.folder(name), self.options(name)
+    if not runs.is_closed(folder):
+      self.check_sources()
+      if not (folder / "run.json").exists():
+        (self.path / "cassettes").mkdir(exist_ok=True)
+        runs.write_options(folder, options)
+      own = runs.Trusted.own(options)
+      show = lambda event: self._show(name, event)
+      if closing:
+        runs.close(folder, show, own)
+      else:
+        runs.run(folder, on_event=show, trusted=own, compiled=self.compiled)
+    return self._score(name)
+
+  def _show(self, name: str, event: Mapping[str, Any]) -> None:
+    if event["event"] == "outcome" and event["charged"]:
+      target = self.task(self.plan["runs"][name]["task"]).target
+      value = event["values"].get(target, event["status"])
+      self._tell(f"{name}: call {event['call']} {event['condition']}: {value}")
+    elif event["event"] in ("verdict", "refused"):
+      told = event.get("verdict") or event["status"]
+      self._tell(f"{name}: {told} ({event.get('reason') or event.get('detail')})")
+
+  def _score(self, name: str) -> dict[str, Any]:
+    """Scores the initial program and the champion of each mark on held-out data."""
+    store = Store(self.path / "heldout")
+    if (known := store.get("scores", name)) is not None:
+      return known
+    events = begun_events(self.folder(name))
+    hidden = self.heldout(self.plan["runs"][name]["task"])
+    first = next(e["program"] for e in events if e["event"] == "program")
+    marks = [(e["call"], e["champion"]) for e in events if e["event"] == "mark"]
+    scores: dict[str, float | None] = {}
+    if hidden is not None:
+      kept = Store(self.path / "heldout" / name)
+      level, shared = self.plan["sandbox"], self.compiled
+      executor = runs.make_executor(hidden, kept, level, compiled=shared)
+      evaluator = CachedEvaluator(hidden, executor, kept)
+      for program in dict.fromkeys([first, *(champion for _, champion in marks)]):
+        source = (self.folder(name) / "programs" / f"{program}.py").read_text()
+        prepared = evaluator.prepare(source)
+        ended = [] if prepared.call is None else evaluator.measure(prepared.call)
+        is_ok = bool(ended) and ended[0].status == Status.OK
+        scores[program] = ended[0].values[hidden.target] if is_ok else None
+      executor.close()
+    found = {
+      "initial": scores.get(first),
+      "marks": [[call, scores.get(champion)] for call, champion in marks],
+    }
+    store.put("scores", name, found)
+    return found
+
+  def letter(self, condition: str) -> str:
+    """Returns the letter that stands for a condition, so that its answers are blind."""
+    names = identity.shuffled(CONDITIONS, self.plan["hash"], "letters")
+    return "abcd"[names.index(condition)]
+
+  def replay(
+    self, names: Sequence[str] = (), *, asks: bool = True, at_once: int = 64
+  ) -> int:
+    """Replays the closed runs of the plan's replay; returns the successors not there.
+
+    Every request of all conditions is sent before any answer is waited for, `at_once`
+    at a time. Without `asks`, only what was recorded is computed again. `names` are
+    some of the runs, so that several processes can share the work.
+    """
+    if asks:
+      self.check_sources()
+    lock = threading.Lock()
+    replays: list[Replay] = []
+    pool = concurrent.futures.ThreadPoolExecutor(at_once)
+    waiting: list[concurrent.futures.Future[None]] = []
+    failed = 0
+    try:
+      for name in names or self.plan["replay"]["runs"]:
+        if not runs.is_closed(self.folder(name)):
+          self._tell(f"{name}: not closed, so not replayed")
+          continue
+        with lock:
+          # Answers of the runs before it come in meanwhile.
+          replays.append(replay := self._replay(name, lock, asks=asks))
+          count = replay.prepare()
+        self._tell(f"{name}: {count} transitions")
+        waiting += replay.start(pool)
+      self._tell(f"{len(waiting)} successors are asked for")
+      for done in concurrent.futures.as_completed(waiting):
+        try:
+          done.result()
+        except OutageError as error:
+          failed += 1
+          self._tell(f"no answer: {str(error)[:300]}")
+        for each in replays:
+          each.score(BATCH)
+      for each in replays:
+        each.score(1)
+    finally:
+      pool.shutdown(cancel_futures=True)
+      for each in replays:
+        each.close()
+    return failed
+
+  def _replay(self, name: str, lock: threading.Lock, *, asks: bool) -> Replay:
+    run, plan = self.plan["runs"][name], self.plan["replay"]
+
+    def client(condition: str) -> Any:
+      letter = self.letter(condition)
+      names = {"name": name, "condition": condition, "letter": letter}
+      return llm.client(self._endpoint("replay_model", **names))
+
+    return Replay(
+      folder=self.path / "replay" / name,
+      run=self.folder(name),
+      options=self.options(name),
+      task=self.task(run["task"]),
+      heldout=self.heldout(run["task"]),
+      samples=plan["samples"],
+      limit=plan["per_run"],
+      client=client if asks else None,
+      compiled=self.compiled,
+      lock=lock,
+      tell=self._tell,
+    )
+
+
+def read_plan(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the plan of a trial.
+
+  Raises:
+    ValueError: There is none, or it was changed after it was frozen.
+  """
+  file = path / "plan.json"
+  plan = json.loads(file.read_text()) if file.exists() else {}
+  body = {key: value for key, value in plan.items() if key != "hash"}
+  if identity.digest(body) != plan.get("hash"):
+    raise ValueRefusal(
+      path,
+      expected="the frozen plan of a trial",
+      got="none, or one that was changed",
+      mend="freeze a plan by `mxjax discover trial freeze`, or restore it",
+    )
+  return plan
+
+
+PACKED = (
+  *("plan.json", "cassettes/*.jsonl", "heldout/scores/*.json"),
+  *("runs/*/run.json", "runs/*/log.jsonl", "runs/*/programs/*.py"),
+  *("runs/*/outcomes/*.json", "runs/*/proposals/*.json", "runs/*/replies/*.json"),
+  *("replay/*/transitions/*.json", "replay/*/successors/*.json"),
+  *("replay/*/replies/*.json", "replay/*/scores/*.json"),
+)
+"""What is packed: prompts, replies, logs, programs and outcomes; nothing compiled."""
+
+
+def pack(trial: Trial, file: pathlib.Path, places: Mapping[str, str]) -> None:
+  """Writes a trial into one compressed archive that says nothing of this machine.
+
+  `places` are paths and what stands for each in the archive. A log in which one is
+  replaced gets a new chain of hashes over what it says now.
+  """
+  names = sorted({p for pattern in PACKED for p in trial.path.glob(pattern)})
+  with tarfile.open(file, "w:xz", preset=9) as archive:
+    for path in names:
+      data = path.read_bytes()
+      for place, name in places.items():
+        data = data.replace(place.encode(), name.encode())
+      if data != path.read_bytes():
+        data = _digested(path, data)
+      info = tarfile.TarInfo(str(path.relative_to(trial.path)))
+      info.size = len(data)
+      archive.addfile(info, io.BytesIO(data))
+
+
+def _digested(path: pathlib.Path, data: bytes) -> bytes:
+  """Returns a file in which paths were replaced, with its digests as they are now."""
+  if path.name == "log.jsonl":
+    lines, last = [], ""
+    for line in data.decode().splitlines():
+      event = {**json.loads(line), "previous": last}
+      del event["hash"]
+      last = event["hash"] = identity.digest(event)
+      lines.append(identity.canonical(event) + "\n")
+    return "".join(lines).encode()
+  value = json.loads(data) if path.suffix == ".json" else None
+  if isinstance(value, dict) and value.keys() == {"sha256", "value"}:
+    entry = {"sha256": identity.digest(value["value"]), "value": value["value"]}
+    return identity.canonical(entry).encode()
+  return data
+
+
+def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Extracts the archive of a trial into a folder; returns it."""
+  with tarfile.open(file) as archive:
+    archive.extractall(folder, filter="data")
+  return folder
+
+
+def names_of(trial: Trial, asked: Iterable[str]) -> Sequence[str]:
+  """Returns the runs that were asked for, or all.
+
+  Raises:
+    ValueError: One is not in the plan.
+  """
+  names = list(asked) or list(trial.plan["runs"])
+  if unknown := sorted({*names} - {*trial.plan["runs"]}):
+    raise ValueRefusal(
+      "trial",
+      expected=f"runs of the plan: {', '.join(trial.plan['runs'])}",
+      got=unknown,
+      mend="name some of these",
+    )
+  return names

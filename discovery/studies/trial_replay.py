@@ -1,0 +1,529 @@
+"""Replays verdicts of a language model's runs in four ways, with the model's answers.
+
+A transition is the state of a run right after the verdict of a packet in which a
+control excluded an account, where the verdict is explicit about the focal account:
+supported, or refuted. From that state, on the program that holds the response, the
+model is asked for a successor in four ways that share the packets, the parent, the open
+residuals and whatever else a prompt holds:
+
+- `free` reads the packets with predictions, controls, exclusions and survivors. No
+  verdict asks for anything.
+- `bound` reads the same, the rules of how verdicts bind, and the demand compiled from
+  this verdict, on which its answer is checked.
+- `shuffled` reads the same as `bound`, but the demand says another verdict and response
+  about the same edit: those of another transition of the run whose response differs,
+  with its residual, or, where a run has none, `target_only` for what was supported and
+  `supported` for what was refuted. The edit, its accounts, its place in the program and
+  all evidence stay, so the demand is well formed and is not what the evidence says.
+- `text` reads programs, values and values under controls as plain text, without
+  predictions, symbols, verdicts, exclusions, rules of a question or a demand.
+
+Successors are measured outside of any budget, on the visible task and on the held-out
+one.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import pathlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.proposal import (
+  Context,
+  Demand,
+  Experiment,
+  OutageError,
+  Proposal,
+  ProposerError,
+  strip,
+)
+from mxjax.discovery.core.residual import PRIMARY, Residual
+from mxjax.discovery.core.store import Store, begun_events
+from mxjax.discovery.core.task import Status, Task
+from mxjax.discovery.core.verdict import FORBIDDING, RESPONSES, Response, Verdict
+from mxjax.discovery.proposers import llm
+from mxjax.discovery.proposers.endpoint import Client, Reply
+from mxjax.discovery.search import runs
+from mxjax.discovery.search.asking import FreeProxy
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.registration import Selection
+from mxjax.discovery.search.search import Search
+from mxjax.discovery.studies import verdict_replay
+
+CONDITIONS: tuple[str, ...] = ("free", "bound", "shuffled", "text")
+CALLS_LEFT = 12
+"""Calls that a replayed state is reviewed with, so that a question always fits."""
+OF_QUESTIONS = ("question", "resolved")
+"""How refusals of a question ended, of which plain text knows nothing."""
+Tell = Callable[[str], Any]
+
+
+class Tape:
+  """A client that asks once for each request and sample, and remembers the reply.
+
+  A reply lies in `replies` of the store under the digest of its request, which names
+  the sample as `seed`, beside the request itself.
+  """
+
+  def __init__(
+    self,
+    store: Store,
+    sample: int,
+    client: Client | None,
+    lock: "threading.Lock | None" = None,
+  ) -> None:
+    """Opens the tape of one sample; without a client it only replays.
+
+    `lock`, which whoever asks holds, is released while an answer is waited for.
+    """
+    self._store, self._sample, self._client = store, sample, client
+    self._lock = lock
+    self.name: str = "tape" if client is None else client.name
+
+  def complete(self, request: Mapping[str, Any]) -> Reply:
+    """See `Client.complete`.
+
+    Raises:
+      OutageError: The request is not on the tape, and there is no client.
+    """
+    body = {**request, "seed": self._sample}
+    key = identity.digest(body)
+    stored = self._store.get("replies", key)
+    if stored is None:
+      if self._client is None:
+        raise OutageError(
+          f"tape: {self._store.path} holds no reply to request {key[:12]}; replay with "
+          "the version and the plan that recorded it, or ask the model again."
+        )
+      if self._lock is not None:
+        self._lock.release()
+      try:
+        reply = self._client.complete(body).model_dump()
+      finally:
+        if self._lock is not None:
+          self._lock.acquire()
+      stored = {"messages": request["messages"], "seed": self._sample, "reply": reply}
+      self._store.put("replies", key, stored)
+    return Reply(**stored["reply"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Transition:
+  """The state right after a verdict, ready to be answered.
+
+  Attributes:
+    call: Evaluator calls that the run had spent.
+    focal: `supported` or `refuted`.
+    context: What all conditions are told, with no demand.
+    demand: The demand compiled from the verdict.
+    paused: The search in that state.
+    told: What the controls of each experiment were, in words, by program and parent.
+  """
+
+  packet: str
+  call: int
+  verdict: str
+  focal: str
+  context: Context
+  demand: Demand
+  paused: Search
+  told: Mapping[tuple[str, str], str]
+
+
+class _Ended:
+  """Stands in for the proposer of a run that has ended."""
+
+  def __init__(self, name: str) -> None:
+    self.name: str = name
+
+  def propose(self, context: Context) -> Proposal:
+    del context
+    raise ProposerError("the run has ended")
+
+
+def transitions(
+  folder: pathlib.Path,
+  options: runs.RunOptions,
+  task: Task,
+  executors: Sequence[Any],
+  proxy: FreeProxy | None,
+  limit: int,
+) -> list[Transition]:
+  """Returns the first eligible transitions of a closed run, in the order of calls.
+
+  `folder` is a copy of the run's, which keeps what tracing finds out.
+  """
+  store, events = Store(folder), []
+  proposer = _Ended(begun_events(folder)[0]["proposer"])
+  search = runs.make_search(
+    options, task, executors, store, ask=proxy, proposer=proposer
+  )
+  search.history.on_event = events.append
+  told = _controls(begun_events(folder))
+  found: list[Transition] = []
+  search.begin()
+  try:
+    while len(found) < limit and not search.ended and store.replaying:
+      first = len(events)
+      search.round()
+      for verdict in [e for e in events[first:] if e["event"] == "verdict"]:
+        packet = next(
+          e["packet"]
+          for e in events[first:]
+          if e["event"] == "packet" and e["id"] == verdict["packet"]
+        )
+        if focal := eligible(verdict, packet, events[first:]):
+          found.append(_transition(search, packet, verdict, focal, told))
+  except OutageError:
+    raise
+  except ProposerError:
+    # The run was closed here.
+    pass
+  store.close()
+  return found[:limit]
+
+
+def eligible(
+  verdict: Mapping[str, Any],
+  packet: Mapping[str, Any],
+  events: Sequence[Mapping[str, Any]],
+) -> str:
+  """Returns what became of the focal account, or nothing if a verdict is not replayed.
+
+  A control must have excluded an account, the verdict must support or refute the focal
+  one, and a response must be owed: none is where the observable is at its floor.
+  """
+  by_control = any(name != PRIMARY for name in verdict["excluded"].values())
+  owed = any(
+    e["event"] == "demand"
+    and e["packet"] == verdict["packet"]
+    and e["status"] == "owed"
+    for e in events
+  )
+  if not (by_control and owed):
+    return ""
+  if verdict["verdict"] == Verdict.SUPPORTED:
+    return "supported"
+  is_open = verdict["verdict"] in (Verdict.UNRESOLVED, Verdict.UNSAFE)
+  is_gone = packet["explanations"][0]["name"] in verdict["excluded"]
+  return "refuted" if is_gone and not is_open else ""
+
+
+def _controls(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
+  """Returns what ran beside each program, in words, by program and parent."""
+  told = {}
+  for packet in (e["packet"] for e in events if e["event"] == "packet"):
+    lines = [
+      f"{c['name']} is the program with {_intervention(c['call']['intervention'])}"
+      for c in packet["conditions"]
+      if c["kind"] == "control"
+    ]
+    ideas = [f"{e['name']}: {e['statement']}" for e in packet["explanations"]]
+    parts = [f"Ideas of why it may help: {'; '.join(ideas)}."] if ideas else []
+    parts += [f"Also measured: {'; '.join(lines)}."] if lines else []
+    told[packet["program"], packet["parent"]] = " ".join(parts)
+  return told
+
+
+def _intervention(change: Mapping[str, Any]) -> str:
+  values = {k: v for k, v in change.items() if k != "parent"}
+  return identity.canonical(values) if values else "other code in a part of the edit"
+
+
+def _transition(
+  search: Search,
+  packet: Mapping[str, Any],
+  verdict: Mapping[str, Any],
+  focal: str,
+  told: Mapping[tuple[str, str], str],
+) -> Transition:
+  address = (len(search.history.experiments), 0)
+  selection = search.select(address, verdict_replay.holder(search, packet, verdict))
+  (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
+  asked = (r for r in selection.residuals if r.observable != demand.residual.observable)
+  context = search.context(selection, "verdict")
+  context = dataclasses.replace(
+    context,
+    # The question of the verdict is open in every condition.
+    residuals=(demand.residual, *asked),
+    demands=(),
+    checked=None,
+    focus=None,
+    compiles=False,
+    budget=None,
+    overspends=lambda usage: False,
+    # Nor are refusals told that verdicts had bound the run to.
+    history=tuple(_unbound(e) for e in context.history if e.status not in FORBIDDING),
+  )
+  return Transition(
+    packet=verdict["packet"],
+    call=search.ledger.spent,
+    verdict=verdict["verdict"],
+    focal=focal,
+    context=context,
+    demand=demand,
+    paused=search.paused(CALLS_LEFT),
+    told=told,
+  )
+
+
+def _unbound(experiment: Experiment) -> Experiment:
+  """Returns an experiment without what verdicts asked and what answered them."""
+  return dataclasses.replace(experiment, asks="", answered=(), implemented=None)
+
+
+def as_text(experiment: Experiment, told: str) -> Experiment:
+  """Returns an experiment as plain text: what was measured, and under which control."""
+  plain = strip(experiment, "text")
+  note = " ".join(part for part in (plain.note, told) if part)
+  return dataclasses.replace(plain, note=note, ran=experiment.ran)
+
+
+def shuffled(
+  demand: Demand, others: Sequence[Demand], seed: int, target: str
+) -> Demand:
+  """Returns the demand of another verdict about the same edit; see the module."""
+  known = [d for d in others if d.response != demand.response]
+  residual: Residual = demand.residual
+  if known:
+    other = identity.pick(known, seed, demand.packet, "shuffled")
+    verdict, residual = other.verdict, other.residual
+  elif demand.verdict == Verdict.SUPPORTED:
+    verdict = str(Verdict.TARGET_ONLY)
+  else:
+    verdict = str(Verdict.SUPPORTED)
+  response = RESPONSES[Verdict(verdict)]
+  names = [account.name for account in demand.accounts]
+  observable = residual.observable
+  about = {Response.EXTEND: (observable,), Response.REPAIR_TRANSFER: (target,)}
+  return dataclasses.replace(
+    demand,
+    verdict=verdict,
+    response=response,
+    # The focal account alone is left of what was supported, and a rival of the rest.
+    survivors=tuple(names[:1] if verdict == Verdict.SUPPORTED else names[1:2]),
+    residual=dataclasses.replace(residual, program=demand.residual.program),
+    about=about.get(response, tuple(dict.fromkeys((observable, target)))),
+  )
+
+
+def contexts(
+  transition: Transition, others: Sequence[Demand], seed: int
+) -> dict[str, tuple[Context, Demand]]:
+  """Returns what each condition is told, and the demand that it is about."""
+  free, demand = transition.context, transition.demand
+  wrong = shuffled(demand, others, seed, free.target)
+  history = tuple(
+    as_text(e, transition.told.get((e.program, e.parent), ""))
+    for e in free.history
+    if e.status not in OF_QUESTIONS
+  )
+
+  def under(asked: Demand | None, context: Context) -> Context:
+    made = dataclasses.replace(
+      context,
+      demands=() if asked is None else (asked,),
+      checked=None if asked is None or asked.forbids else asked,
+      compiles=asked is not None,
+    )
+    review = functools.partial(transition.paused.review, _selection(made))
+    return dataclasses.replace(made, review=review)
+
+  text = dataclasses.replace(free, evidence="text", history=history, residuals=())
+  return {
+    "free": (under(None, free), demand),
+    "bound": (under(demand, free), demand),
+    "shuffled": (under(wrong, free), wrong),
+    "text": (under(None, text), demand),
+  }
+
+
+@dataclasses.dataclass
+class Replay:
+  """The replay of one run: its folder, what it is about, and who answers.
+
+  Attributes:
+    folder: Keeps replies, outcomes and successors; the run's own stays as it is.
+    heldout: The task on held-out data, or None.
+    client: Returns a new client for a condition, or None to ask nobody.
+    compiled: Where jailed workers share what they compiled, or None.
+    lock: Held while anything is traced or measured.
+  """
+
+  folder: pathlib.Path
+  run: pathlib.Path
+  options: runs.RunOptions
+  task: Task
+  heldout: Task | None
+  samples: int
+  limit: int
+  client: Callable[[str], Client] | None
+  compiled: pathlib.Path | None
+  lock: threading.Lock
+  tell: Tell
+
+  def __post_init__(self) -> None:
+    """Copies the run, so that its replay changes nothing in it."""
+    state = self.folder / "state"
+    if not state.exists():
+      self.folder.mkdir(parents=True, exist_ok=True)
+      part = self.folder / "state.part"
+      shutil.rmtree(part, ignore_errors=True)
+      shutil.copytree(self.run, part)
+      part.rename(state)
+    self._state, self._store = Store(state), Store(self.folder)
+    # Both read a log; the search opens it anew.
+    self._state.close()
+    self._executor = self._make_executor(self.task, self._state)
+    self._evaluator = CachedEvaluator(self.task, self._executor, self._state)
+    self._proxy = runs.free_proxy(self.options, self.task, self._state)
+    self._asked: list[tuple[Transition, str, int, Context, Demand]] = []
+
+  def _make_executor(self, task: Task, store: Store) -> Any:
+    level, shared = self.options.sandbox, self.compiled
+    return runs.make_executor(task, store, level, compiled=shared)
+
+  def close(self) -> None:
+    """Ends the workers."""
+    for ending in filter(None, (self._executor, self._proxy)):
+      ending.close()
+
+  def prepare(self) -> int:
+    """Finds the transitions and what each condition is told; returns their number."""
+    found = transitions(
+      self._state.path,
+      self.options,
+      self.task,
+      [self._executor],
+      self._proxy,
+      self.limit,
+    )
+    seed = self.options.search.seed
+    for each in found:
+      others = [t.demand for t in found if t is not each]
+      made = contexts(each, others, seed)
+      wrong = made["shuffled"][1]
+      self._store.put(
+        "transitions",
+        each.packet,
+        {
+          "packet": each.packet,
+          "call": each.call,
+          "verdict": each.verdict,
+          "focal": each.focal,
+          "label": each.demand.label,
+          "response": each.demand.response,
+          "observable": each.demand.residual.observable,
+          "parent": each.context.parent.id,
+          "shuffled": [wrong.verdict, wrong.response, wrong.residual.observable],
+          "margin": self.task.margins[self.task.target],
+        },
+      )
+      for condition, (context, demand) in made.items():
+        for sample in range(self.samples):
+          self._asked.append((each, condition, sample, context, demand))
+    return len(found)
+
+  def start(
+    self, pool: concurrent.futures.Executor
+  ) -> Iterator["concurrent.futures.Future[None]"]:
+    """Asks for every successor that is not recorded, and records it once it is there.
+
+    A future ends with `OutageError` where there is no answer; the next replay asks
+    again.
+    """
+    for asked in self._asked:
+      if self._store.get("successors", _key(*asked[:3])) is None:
+        yield pool.submit(self._answer, *asked)
+
+  def _answer(
+    self,
+    transition: Transition,
+    condition: str,
+    sample: int,
+    made: Context,
+    demand: Demand,
+  ) -> None:
+    client = None if self.client is None else self.client(condition)
+    # Python 3.11 parses programs in one thread at a time, and workers serve one.
+    with self.lock:
+      tape = Tape(self._store, sample, client, self.lock)
+      proposal = llm.LlmProposer(tape, self.task).propose(made)
+      refused = proposal.unusable or made.review(proposal)
+      found = self._measured(proposal, made, demand, transition.demand)
+    entry = {
+      **{"packet": transition.packet, "condition": condition, "sample": sample},
+      **{"refused": refused, "usage": dict(proposal.usage), "note": proposal.note},
+      **{"source": proposal.source, **found},
+    }
+    self._store.put("successors", _key(transition, condition, sample), entry)
+    shown = found["change"] if found["change"] is not None else found["status"]
+    self.tell(f"{self.folder.name} {transition.packet[:8]} {condition}: {shown}")
+
+  def _measured(
+    self, proposal: Proposal, context: Context, own: Demand, demand: Demand
+  ) -> dict[str, Any]:
+    """Returns a successor's outcome as the study keeps it."""
+    if proposal.unusable:
+      return {"label": "", "status": "unusable", "change": None}
+    found = verdict_replay.measured(proposal, self._evaluator, context, demand)
+    values = dataclasses.asdict(found)
+    if own != demand:
+      # Whether the wrong demand was obeyed, beside the right one.
+      obeyed = verdict_replay.measured(proposal, self._evaluator, context, own)
+      values["obeyed"] = obeyed.implemented
+    return values
+
+  def score(self, least: int) -> None:
+    """Scores successors that ran on held-out data, if at least `least` wait for it.
+
+    A score is the target minus the parent's, or None if one of the two did not run.
+    """
+    if self.heldout is None:
+      return
+    waiting = [
+      (_key(each, condition, sample), each.context.parent.source)
+      for each, condition, sample, *_ in self._asked
+      if self._waits(_key(each, condition, sample))
+    ]
+    if len(waiting) < least:
+      return
+    kept = Store(self.folder / "heldout")
+    executor = self._make_executor(self.heldout, kept)
+    hidden = CachedEvaluator(self.heldout, executor, kept)
+    try:
+      for key, parent in waiting:
+        found: dict[str, Any] = self._store.get("successors", key) or {}
+        mine, theirs = (self._target(hidden, t) for t in (found["source"], parent))
+        change = None if mine is None or theirs is None else mine - theirs
+        self._store.put("scores", key, {"successor": key, "change": change})
+        self.tell(f"{self.folder.name} {key} held out: {change}")
+    finally:
+      executor.close()
+
+  def _target(self, evaluator: CachedEvaluator, source: str) -> float | None:
+    """Returns the target of a program, or None if it does not run."""
+    with self.lock:
+      prepared = evaluator.prepare(source)
+    if prepared.call is None:
+      return None
+    (outcome,) = evaluator.measure(prepared.call)
+    return outcome.values.get(evaluator.task.target)
+
+  def _waits(self, key: str) -> bool:
+    found = self._store.get("successors", key)
+    is_ok = found is not None and found["status"] == Status.OK
+    return is_ok and self._store.get("scores", key) is None
+
+
+def _selection(context: Context) -> Selection:
+  """Returns what a context's proposal is reviewed for."""
+  return Selection(context.address, context.parent, context.residuals, context.demands)
+
+
+def _key(transition: Transition, condition: str, sample: int) -> str:
+  return f"{transition.packet[:16]}-{condition}-{sample}"

@@ -1,0 +1,115 @@
+"""`mxjax discover trial`: the paper's question, asked of a language model."""
+
+import argparse
+import pathlib
+import tempfile
+from typing import Any
+
+from mxjax.cli import options as shared
+
+
+def add_parser(verbs: Any) -> None:
+  """Adds the verb and its steps."""
+  told = "ask the paper's question of a language model: runs, and replayed verdicts"
+  parser = verbs.add_parser("trial", help=told, description=told)
+  steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+
+  def step(name: str, told: str, run: Any) -> argparse.ArgumentParser:
+    made = steps.add_parser(name, help=told, description=told)
+    made.add_argument("folder", metavar="DIR", help="folder of the trial")
+    made.add_argument(
+      "--data",
+      default="data",
+      metavar="DIR",
+      help="folder of the texts that the plan names as data:FILE",
+    )
+    made.set_defaults(run=run)
+    return made
+
+  freeze_ = step("freeze", "measure the margins of a plan and freeze it", freeze)
+  freeze_.add_argument("--plan", required=True, metavar="FILE", help="a TOML file")
+  run_ = step("run", "run or resume runs of the plan, one after another", run)
+  run_.add_argument("names", nargs="*", metavar="RUN", help="default: all")
+  close = step("close", "end runs where they stand, and score them held out", run)
+  close.add_argument("names", nargs="+", metavar="RUN")
+  replay_ = step("replay", "replay the verdicts of the closed runs", replay)
+  replay_.add_argument("names", nargs="*", metavar="RUN", help="default: all")
+  replay_.add_argument(
+    "--recorded", action="store_true", help="ask nobody: from recorded replies alone"
+  )
+  replay_.add_argument(
+    "--at-once",
+    type=shared.whole(1),
+    default=64,
+    metavar="N",
+    help="requests that wait for an answer at a time",
+  )
+  step("tables", "print every table of a folder or of a packed trial", tables)
+  pack_ = step("pack", "pack a trial into one small archive", pack)
+  pack_.add_argument("--out", required=True, metavar="FILE", help="such as a.tar.xz")
+
+
+def freeze(options: argparse.Namespace) -> None:
+  """Freezes a plan."""
+  from mxjax.cli.output import say
+  from mxjax.discovery.studies import trial
+
+  file, folder = pathlib.Path(options.plan), pathlib.Path(options.folder)
+  made = trial.freeze(folder, file, options.data, tell=say)
+  say(f"frozen: {made.plan['hash']}")
+
+
+def run(options: argparse.Namespace) -> None:
+  """Runs, resumes or closes runs."""
+  from mxjax.cli.output import say
+  from mxjax.discovery.studies import trial
+
+  opened = trial.Trial(pathlib.Path(options.folder), options.data, tell=say)
+  for name in trial.names_of(opened, options.names):
+    scores = opened.run(name, closing=options.step == "close")
+    say(f"{name}: held out {scores}")
+
+
+def replay(options: argparse.Namespace) -> None:
+  """Replays the verdicts of the closed runs."""
+  from mxjax.cli.output import say
+  from mxjax.discovery.core.proposal import OutageError
+  from mxjax.discovery.studies import trial
+
+  opened = trial.Trial(pathlib.Path(options.folder), options.data, tell=say)
+  asks, names = not options.recorded, options.names
+  trial.names_of(opened, names)
+  if absent := opened.replay(names, asks=asks, at_once=options.at_once):
+    raise OutageError(
+      f"trial: {absent} successors have no answer; what is there is recorded, and the "
+      "same command asks for the rest."
+    )
+
+
+def tables(options: argparse.Namespace) -> None:
+  """Prints the tables, without a model and without measuring anything."""
+  from mxjax.discovery.studies import trial, trial_tables
+  from mxjax.evaluation.report.tables import markdown
+
+  path = pathlib.Path(options.folder)
+  with tempfile.TemporaryDirectory(prefix="mxjax-trial-") as scratch:
+    if path.is_file():
+      path = trial.unpack(path, pathlib.Path(scratch))
+    print(markdown(trial_tables.tables(path)))
+
+
+def pack(options: argparse.Namespace) -> None:
+  """Packs a trial."""
+  from mxjax.cli.output import say
+  from mxjax.discovery.studies import trial
+  from mxjax.models.loading import embedded
+
+  opened = trial.Trial(pathlib.Path(options.folder), options.data, tell=say)
+  places = {
+    str(pathlib.Path(options.data).resolve()): "data",
+    str(embedded.trained_folder("llama").parent): "models/trained",
+    str(opened.path.resolve()): "trial",
+  }
+  out = pathlib.Path(options.out)
+  trial.pack(opened, out, places)
+  say(f"{out}: {out.stat().st_size / 1e6:.2f} MB")

@@ -1,0 +1,426 @@
+"""A trial of a language model: four ways to go on, frozen and counted rightly."""
+
+import dataclasses
+import difflib
+import itertools
+import json
+import re
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+
+from mxjax.cli.main import main
+from mxjax.discovery.core import store
+from mxjax.discovery.core.proposal import OutageError
+from mxjax.discovery.core.verdict import Response, Verdict
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.studies import trial, trial_replay, trial_tables
+from mxjax.discovery.studies.trial_replay import CONDITIONS
+from mxjax.discovery.tasks import world
+from mxjax.evaluation.measures.statistics import compare_seeds
+from tests.discovery.studies.answering import SEVERAL, Endpoint, of_templates
+
+PLAN = """
+question = "Do verdicts that bind code help?"
+expects = "They do."
+stop = "At the budget."
+validity = 0.9
+sandbox = "off"
+[endpoint]
+base_url = "{url}"
+run_model = "run-{{name}}"
+replay_model = "replay-{{letter}}"
+deadline = 20.0
+[replay]
+runs = ["one", "two"]
+samples = 2
+per_run = 2
+[tasks.first]
+task = "world"
+seed = 2
+[tasks.second]
+task = "world"
+seed = 3
+[runs.one]
+task = "first"
+arm = "quantforge"
+seed = 1
+budget = 20
+[runs.two]
+task = "second"
+arm = "quantforge"
+seed = 1
+budget = 20
+[runs.rival]
+task = "second"
+arm = "reflect"
+seed = 1
+budget = 5
+"""
+VERDICT_WORDS = (
+  *("verdict", "supported", "refuted", "exclud", "survivor", "left standing"),
+  *("predict", "target_only", "mediator_only", "no_effect", "unresolved"),
+  *("required", "demand", "response", "forbidden", "residual"),
+)
+
+
+def silent(line):
+  del line
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+  answer = of_templates(world.World(seed=4).edit_templates)
+
+  def slow(request):
+    if request["model"].startswith("replay"):
+      # Nobody is answered before several wait, but for a minute.
+      made.several.wait(60)
+    return answer(request)
+
+  made = Endpoint(slow)
+  yield made
+  made.close()
+
+
+def begun(folder, url, text=PLAN):
+  file = folder.with_suffix(".toml")
+  file.write_text(text.format(url=url))
+  return trial.freeze(folder, file, tell=silent)
+
+
+@pytest.fixture(scope="module")
+def finished(endpoint, tmp_path_factory):
+  """A trial whose runs have ended and are replayed."""
+  made = begun(tmp_path_factory.mktemp("trial") / "whole", endpoint.url)
+  for name in made.plan["runs"]:
+    made.run(name)
+  assert made.replay() == 0
+  return made
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+  """A copy of the finished trial, for tests that change it."""
+  shutil.copytree(finished.path, tmp_path / "copy")
+  return trial.Trial(tmp_path / "copy", tell=silent)
+
+
+@pytest.fixture(scope="module")
+def found(finished, tmp_path_factory):
+  """The transitions of a run."""
+  options = finished.options("two")
+  state = tmp_path_factory.mktemp("state") / "two"
+  shutil.copytree(finished.folder("two"), state)
+  task = finished.task("second")
+  return trial_replay.transitions(state, options, task, [LocalExecutor(task)], None, 3)
+
+
+def conditions(found):
+  """What each condition of each transition is told, with its prompt."""
+  for each in found:
+    others = [other.demand for other in found if other is not each]
+    made = trial_replay.contexts(each, others, 2)
+    task = world.World(seed=3)
+    yield each, made, {k: prompt.messages(c, task) for k, (c, _) in made.items()}
+
+
+def added(before, after):
+  """The lines that one prompt has and another has not, both ways."""
+  texts = ["\n".join(m["content"] for m in each) for each in (before, after)]
+  lines = [*difflib.ndiff(*(text.splitlines() for text in texts))]
+  return [[line[2:] for line in lines if line[0] == sign] for sign in "-+"]
+
+
+def test_only_verdicts_made_by_a_control_are_replayed(found, finished):
+  events = store.read_events(finished.folder("two"))
+  verdicts = {e["packet"]: e for e in events if e["event"] == "verdict"}
+  assert len(found) >= 2
+  for each in found:
+    verdict = verdicts[each.packet]
+    assert set(verdict["excluded"].values()) - {"primary"}
+    assert verdict["verdict"] not in (Verdict.UNRESOLVED, Verdict.UNSAFE)
+    focal = each.context.history[-1].explanations[0].name
+    assert (each.focal == "refuted") == (focal in verdict["excluded"])
+  assert [t.call for t in found] == sorted(t.call for t in found)
+
+
+@pytest.mark.parametrize(
+  ("verdict", "excluded", "status", "focal"),
+  [
+    ("supported", {"other": "control"}, "owed", "supported"),
+    ("target_only", {"mine": "control"}, "owed", "refuted"),
+    ("no_effect", {"mine": "primary", "other": "control"}, "owed", "refuted"),
+    ("mediator_only", {"other": "control"}, "owed", ""),
+    ("target_only", {"mine": "primary"}, "owed", ""),
+    ("unresolved", {"mine": "control", "other": "control"}, "owed", ""),
+    ("unsafe", {"mine": "control"}, "owed", ""),
+    ("supported", {"other": "control"}, "at_floor", ""),
+  ],
+)
+def test_what_is_eligible(verdict, excluded, status, focal):
+  packet = {"explanations": [{"name": "mine"}, {"name": "other"}]}
+  told = {"packet": "p", "verdict": verdict, "excluded": excluded}
+  events = [{"event": "demand", "packet": "p", "status": status}]
+  assert trial_replay.eligible(told, packet, events) == focal
+
+
+def test_bound_is_free_with_the_demand_and_its_rules(found):
+  for each, made, prompts in conditions(found):
+    assert made["free"][1] == made["bound"][1] == each.demand
+    gone, more = added(prompts["free"], prompts["bound"])
+    assert not gone
+    rules = prompt.BINDING.strip().splitlines()
+    assert [line for line in more if line in rules] == rules
+    (demanded,) = [line for line in more if line and line not in rules]
+    assert demanded == prompt._demand_text(each.demand, made["bound"][0])
+
+
+def test_shuffled_is_bound_but_for_what_the_demand_says(found):
+  for each, made, prompts in conditions(found):
+    gone, more = added(prompts["bound"], prompts["shuffled"])
+    assert len(gone) == len(more) == 1
+    wrong = made["shuffled"][1]
+    assert wrong.response != each.demand.response
+    kept = {f.name for f in dataclasses.fields(wrong)}
+    kept -= {"verdict", "response", "survivors", "residual", "about"}
+    for name in kept:
+      assert getattr(wrong, name) == getattr(each.demand, name)
+    named = {account.name for account in wrong.accounts}
+    assert {*wrong.survivors} <= named
+
+
+def test_the_shuffled_verdict_is_that_of_another_transition_if_one_differs(found):
+  mine = found[0].demand
+  other = dataclasses.replace(
+    mine,
+    packet="other",
+    verdict="no_effect",
+    response=Response.RETIRE,
+    residual=dataclasses.replace(mine.residual, observable="excess_mlp"),
+  )
+  wrong = trial_replay.shuffled(mine, [mine, other], 0, "loss")
+  assert (wrong.verdict, wrong.response) == ("no_effect", Response.RETIRE)
+  assert wrong.residual.observable == "excess_mlp"
+  assert wrong.residual.program == mine.residual.program
+  supported = dataclasses.replace(mine, verdict="supported", response=Response.EXTEND)
+  alone = trial_replay.shuffled(supported, [], 0, "loss")
+  assert (alone.verdict, alone.response) == ("target_only", "repair_explanation")
+  back = trial_replay.shuffled(alone, [], 0, "loss")
+  assert (back.verdict, back.about) == ("supported", (mine.residual.observable,))
+
+
+def test_plain_text_has_the_measurements_and_no_word_of_a_verdict(found):
+  for each, made, prompts in conditions(found):
+    system, user = (message["content"].lower() for message in prompts["text"])
+    user = user.replace("which predictions are relative to", "")
+    for word in VERDICT_WORDS:
+      assert not re.search(word, user), word
+    assert "register" not in system
+    for experiment in made["free"][0].history:
+      for ran in experiment.ran:
+        for name, value in ran.values.items():
+          if name == "loss":
+            assert f"{value:.4g}" in user
+    assert each.told
+
+
+def test_all_requests_wait_at_the_same_time_and_hide_their_condition(
+  finished, endpoint
+):
+  assert endpoint.most_at_once >= SEVERAL
+  models = {r["model"] for r in endpoint.requests}
+  runs = {f"run-{name}" for name in finished.plan["runs"]}
+  assert models == runs | {f"replay-{letter}" for letter in "abcd"}
+  assert sorted(map(finished.letter, CONDITIONS)) == [*"abcd"]
+
+
+def test_a_replay_that_lost_its_endpoint_goes_on_where_it_stood(
+  finished, copied, endpoint
+):
+  answer, done = endpoint.answer, []
+
+  def failing(request):
+    done.append(request)
+    return answer(request) if len(done) <= 5 else None
+
+  shutil.rmtree(copied.path / "replay")
+  endpoint.answer = failing
+  try:
+    lost = copied.replay(at_once=2)
+  finally:
+    endpoint.answer = answer
+  total = len(trial_tables.Recorded(finished.path).successors)
+  assert 0 < lost < total
+  kept = {p: p.read_bytes() for p in copied.path.glob("replay/*/successors/*")}
+  before = len(endpoint.requests)
+  assert copied.replay() == 0
+  assert len(endpoint.requests) - before <= 3 * lost
+  assert all(p.read_bytes() == data for p, data in kept.items())
+  mine, whole = (
+    trial_tables.Recorded(p).successors for p in (copied.path, finished.path)
+  )
+  assert mine == whole
+
+
+def test_tables_come_again_from_the_archive_without_a_model(
+  finished, tmp_path, capsys, monkeypatch
+):
+  file = tmp_path / "trial.tar.xz"
+  place = str(finished.path)
+  trial.pack(finished, file, {place: "trial"})
+  assert file.stat().st_size < 300_000
+  folder = trial.unpack(file, tmp_path / "again")
+  assert not any(place.encode() in p.read_bytes() for p in folder.rglob("*.json*"))
+  shown = []
+  for path in (finished.path, file, folder):
+    assert main(["discover", "trial", "tables", str(path)]) == 0
+    shown.append(capsys.readouterr().out)
+  assert shown[0] == shown[1] == shown[2]
+  assert "0.31" not in shown[0].split("Paired")[0]
+  # And from the replies: every successor is measured again.
+  shutil.rmtree(folder / "replay" / "one" / "successors")
+  monkeypatch.setattr(trial.llm, "client", None)
+  assert trial.Trial(folder, tell=silent).replay(asks=False) == 0
+  assert main(["discover", "trial", "tables", str(folder)]) == 0
+  assert capsys.readouterr().out == shown[0]
+
+
+def test_a_reply_that_was_not_recorded_is_asked_of_nobody(tmp_path):
+  tape = trial_replay.Tape(store.Store(tmp_path), 0, None)
+  with pytest.raises(OutageError, match="holds no reply"):
+    tape.complete({"messages": []})
+
+
+def test_samples_of_one_request_are_kept_apart(finished):
+  by_packet = trial_tables.Recorded(finished.path).successors
+  samples = {key[2] for key in by_packet}
+  assert samples == {0, 1}
+  replies = [
+    store.read_stored(p) for p in finished.path.glob("replay/two/replies/*.json")
+  ]
+  firsts = {json.dumps(r["messages"]): set() for r in replies}
+  for reply in replies:
+    firsts[json.dumps(reply["messages"])].add(reply["seed"])
+  assert any(seeds == {0, 1} for seeds in firsts.values())
+
+
+@pytest.mark.parametrize(
+  ("crashed", "is_valid"), [(0, True), (1, True), (2, False), (20, False)]
+)
+def test_a_trial_stands_only_if_its_controls_do(finished, crashed, is_valid):
+  recorded = trial_tables.Recorded(finished.path)
+  ended = ["ok"] * (20 - crashed) + ["crashed"] * crashed
+  events = [{"event": "outcome", "kind": "control", "status": s} for s in ended]
+  recorded.events = {"one": events}
+  assert trial_tables.validity(recorded) == ((20 - crashed, 20), is_valid)
+  table = trial_tables._validity(recorded)
+  assert ("VOID" in table.note) != is_valid
+
+
+def test_a_trial_without_controls_does_not_stand(finished):
+  recorded = trial_tables.Recorded(finished.path)
+  recorded.events = {}
+  assert trial_tables.validity(recorded) == ((0, 0), False)
+
+
+def made_up(finished, outcomes):
+  """A record in which each run's transitions have these successors.
+
+  An outcome is the improvement of each condition, by name.
+  """
+  recorded = trial_tables.Recorded(finished.path)
+  recorded.transitions, recorded.successors = {}, {}
+  recorded.plan["replay"]["samples"] = 1
+  for run, rows in outcomes.items():
+    recorded.transitions[run] = []
+    for number, row in enumerate(rows):
+      packet = f"{run}{number}"
+      recorded.transitions[run].append({"packet": packet, "focal": "refuted"})
+      for condition in CONDITIONS:
+        improves = row.get(condition, False)
+        recorded.successors[packet, condition, 0] = {
+          **{"improves": improves, "refused": ""}
+        }
+  return recorded
+
+
+def test_a_positive_difference_of_shares_favors_the_first(finished):
+  only_bound, only_free = {"bound": True}, {"free": True}
+  outcomes = {"one": [only_bound, only_bound], "two": [only_bound, only_free]}
+  first = trial_tables._compared(made_up(finished, outcomes)).rows[0]
+  assert first[0] == "bound - free"
+  assert first[2:4] == ["+1.00 +0.00", "+0.500"]
+  assert first[5:7] == ["3", "1"]
+
+
+def test_a_refused_answer_improves_nothing():
+  gained = {"improves": True, "refused": ""}
+  assert trial_tables.improves(gained)
+  assert not trial_tables.improves({**gained, "refused": "question: no account"})
+  assert not trial_tables.improves({"status": "unusable", "refused": "no object"})
+
+
+def test_sign_flips_are_those_of_an_enumeration(finished):
+  generator = np.random.default_rng(1)
+  outcomes = {
+    f"run{n}": [
+      {name: bool(generator.random() < 0.5) for name in CONDITIONS} for _ in range(3)
+    ]
+    for n in range(6)
+  }
+  rows = trial_tables._compared(made_up(finished, outcomes)).rows
+  share = lambda rows, name: statistics.fmean(row[name] for row in rows)
+  for (first, second), row in zip(trial_tables.COMPARED, rows[::2], strict=True):
+    gains = [share(r, first) - share(r, second) for r in outcomes.values()]
+    flips = [
+      abs(sum(s * g for s, g in zip(signs, gains, strict=True)))
+      for signs in itertools.product((-1, 1), repeat=len(gains))
+    ]
+    p = np.mean([flip >= abs(sum(gains)) - 1e-12 for flip in flips])
+    assert row[4] == f"{p:.3f}"
+    assert compare_seeds(gains, [0.0] * 6).sign_flip_p == pytest.approx(p)
+
+
+def test_the_sign_test_and_its_power_are_those_of_an_enumeration():
+  assert trial_tables.sign_test(19, 6) == pytest.approx(0.0146, abs=1e-4)
+  assert trial_tables.sign_test(0, 0) == 1.0
+  for pairs, first, second in ((6, 0.9, 0.05), (7, 0.6, 0.1)):
+    chance = 0.0
+    for drawn in itertools.product((1, -1, 0), repeat=pairs):
+      p = np.prod([{1: first, -1: second, 0: 1 - first - second}[d] for d in drawn])
+      wins, losses = drawn.count(1), drawn.count(-1)
+      chance += p * (trial_tables.sign_test(wins, losses) <= trial_tables.ALPHA)
+    assert trial_tables.power(pairs, first, second) == pytest.approx(chance)
+
+
+def test_a_plan_is_frozen(finished, copied, monkeypatch, tmp_path):
+  file = copied.path / "plan.json"
+  file.write_text(file.read_text().replace("They do.", "They do not."))
+  with pytest.raises(ValueError, match="one that was changed"):
+    trial.Trial(copied.path)
+  monkeypatch.setattr(trial.identity, "source_digest", lambda *names: "other")
+  with pytest.raises(ValueError, match="frozen with, got other sources"):
+    finished.replay()
+  bad = tmp_path / "bad.toml"
+  bad.write_text('question = ""\n')
+  with pytest.raises(ValueError, match="endpoint"):
+    trial.freeze(tmp_path / "bad", bad, tell=silent)
+
+
+def test_arms_are_compared_by_what_they_reach_held_out(finished):
+  recorded = trial_tables.Recorded(finished.path)
+  place = lambda value: {"initial": 3.0, "marks": [[20, value]]}
+  recorded.scores = {"two": place(1.0), "rival": place(1.5)}
+  (table,) = trial_tables._arms(recorded)
+  assert table.rows == [["ReflectMem", "1", "-0.5000", "-0.5000", "1 of 1", "---"]]
+
+
+def test_a_closed_run_is_scored_held_out(finished):
+  scores = finished.run("one")
+  assert scores["marks"][-1][1] < scores["initial"]
+  marks = [e for e in store.read_events(finished.folder("one")) if e["event"] == "mark"]
+  assert [call for call, _ in scores["marks"]] == [e["call"] for e in marks]
