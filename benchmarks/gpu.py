@@ -34,6 +34,7 @@ QUESTIONS = {
   CHECKS: ("gpu_checks.py", ()),
   "evaluate": ("gpu_evaluate.py", ()),
   "generate": ("gpu_generate.py", ()),
+  "caches": ("gpu_generate.py", ("--cache", "--parts", "bf16", "hires")),
   "build small": ("gpu_build.py", ("--only", "small hires")),
   "build small, next": ("gpu_build.py", ("--only", "small hires-next")),
   "build 8B": ("gpu_build.py", ("--only", "8B hires")),
@@ -47,6 +48,7 @@ PARTS = {
   2: {"generate": 240, "build small, next": 300},
   3: {"build 8B": 470},
   4: {"kernels": 110, "float8 rows": 50, "build 8B, next": 380},
+  5: {"caches": 240},
 }
 """Questions of each part in order, with their largest seconds."""
 
@@ -99,6 +101,19 @@ GOALS = {
     *("generate", 2.0, "at most"),
     lambda r: r["parts"]["hires"]["a new bucket"]["seconds"],
   ),
+  **{
+    f"{batch} x {context:,}, HiRes with E4M3, tokens a second / our BF16": (
+      *("caches", goal, "at least"),
+      lambda r, name=name: (
+        r["parts"]["bf16"][name]["ms"]
+        / r["parts"]["hires"][f"{name}, E4M3 cache"]["ms"]
+      ),
+    )
+    for batch, context, goal, name in (
+      (32, 2048, 2.0, "step, batch 32"),
+      (32, 16384, 1.7, "step, batch 32 x 16,384"),
+    )
+  },
   **{
     f"small Qwen3 by {method}, {which}, s": (
       *(name, bound, "at most"),

@@ -1,12 +1,14 @@
 """Checks of the attention kernels for `gpu_checks.py`."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mxjax.models import functional
+from mxjax.numerics import e4m3
 from mxjax.pallas_kernels.refinement import fused_inputs
 
 
@@ -26,11 +28,15 @@ def exact_attention(queries, keys, values, start, window):
   return result.reshape(1, new, -1)
 
 
-def attention_errors(rng, how, dtype, positions, new, window, head_dim):
+def attention_errors(
+  rng, how, dtype, positions, new, window, head_dim, *, is_e4m3=False
+):
   """Largest errors against the reference and float64, of the largest output.
 
-  NaN if the cache after it is not the one before with the new tokens in it.
+  NaN if the cache after it is not the one before with the new tokens in it. With
+  `is_e4m3` the cache is, and float64 attends to rounded keys and values.
   """
+  kept = e4m3.encode if is_e4m3 else lambda a: a
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) * 2, dtype)
   queries = draw(1, new, 8, head_dim)
   every = [draw(1, positions, 2, head_dim) for _ in range(2)]
@@ -45,34 +51,41 @@ def attention_errors(rng, how, dtype, positions, new, window, head_dim):
   def run(start, behind, implementation):
     """With a cache that holds one value from the new tokens on."""
     newest = [a[:, start : start + new] for a in every]
-    past = tuple(a.at[:, start:].set(behind) for a in every)
+    past = tuple(kept(a.at[:, start:].set(behind)) for a in every)
     got, filled = attend(newest, past, jnp.int32(start), implementation)
     for after, whole, before in zip(filled, every, past, strict=True):
-      want = before.at[:, : start + new].set(whole[:, : start + new])
-      same = jnp.array_equal(after, want, equal_nan=True)
-      got = jnp.where(same, got, jnp.nan)
+      stop = start + new
+      leaves = map(jax.tree.leaves, (after, kept(whole), before))
+      for a, b, c in zip(*leaves, strict=True):
+        want = c.at[:, :stop].set(b[:, :stop])
+        same = jnp.array_equal(a, want, equal_nan=a.dtype != jnp.uint8)
+        got = jnp.where(same, got, jnp.nan)
     return np.asarray(got.astype(jnp.float32), np.float64)
 
   errors = []
   for start in (0, int(rng.integers(1, positions - new)), positions - new):
     got = run(start, np.nan, how)
-    exact = exact_attention(queries, *every, start, window)
+    seen = [kept(a).decode(dtype) for a in every] if is_e4m3 else every
+    exact = exact_attention(queries, *seen, start, window)
     wanted = np.stack([run(start, 0.0, "xla"), exact])
     errors.append(np.abs(got - wanted).max((1, 2, 3)) / np.abs(exact).max())
   return np.max(errors, axis=0)
 
 
 def check_cached(rng, how, size):
-  """One token and five, over NaN where the cache holds nothing yet."""
+  """One token and five, over NaN where the cache holds nothing yet; E4M3 caches too."""
   positions, head_dim = (size + 37, 16) if size < 64 else (2 * size + 37, 128)
   errors = {}
-  for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2.0**-6)):
+  bounds = {jnp.float32: 1e-5, jnp.bfloat16: 2.0**-6}
+  for dtype, is_e4m3 in itertools.product(bounds, (False, True)):
+    bound, kind = bounds[dtype], {"is_e4m3": is_e4m3}
     worst = [
-      attention_errors(rng, how, dtype, positions, new, window, head_dim)
+      attention_errors(rng, how, dtype, positions, new, window, head_dim, **kind)
       for new, window in ((1, None), (5, None), (5, 30))
     ]
     of_xla, of_exact = (np.max(worst, axis=0) / bound).tolist()
-    errors[jnp.dtype(dtype).name] = {"of xla": of_xla, "of float64": of_exact}
+    name = jnp.dtype(dtype).name + ", E4M3 cache" * is_e4m3
+    errors[name] = {"of xla": of_xla, "of float64": of_exact}
   # A NaN is not at most anything.
   passed = all(e <= 1 for pair in errors.values() for e in pair.values())
   return {"error_in_bounds": errors, "passed": passed}

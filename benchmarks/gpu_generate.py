@@ -7,9 +7,12 @@ graphs, where torch is installed. Each runs in a process of its own.
 
 Measured are the first token of several prompts; the seconds that a user waits at
 another prompt length in the same bucket, at a new bucket, and at another number of new
-tokens; and a step at several batch sizes beside 2,048 tokens of context.
+tokens; and a step at several batch sizes beside 2,048 tokens of context. With --cache,
+only steps of 32 sequences beside 2,048 and 16,384 tokens are, with keys and values in
+bfloat16 and in E4M3, against our BF16 with a bfloat16 cache.
 
   python benchmarks/gpu_generate.py            # 4 layers: at most 200 s on an H100
+  python benchmarks/gpu_generate.py --cache --out FILE      # at most 200 s, untried
   python benchmarks/gpu_generate.py --tiny     # rehearses on a CPU
 
 What XLA's trials of products cost at a new bucket, and gain in the first token, shows
@@ -50,11 +53,21 @@ class Sizes:
   head_dim: int = 128
   vocabulary: int = 151936
   prompts: tuple = ((1, 2048), (8, 2048), (1, 16384))
-  batches: tuple = (1, 8, 32, 64)
+  steps_at: tuple = ((1, 2048), (8, 2048), (32, 2048), (64, 2048))
+  formats: tuple = ("compute",)
   context: int = 2048
   same_bucket: int = 1971
   new_bucket: int = 1100
   steps: int = 16
+
+  def name(self, batch, context, cache_format="compute"):
+    """How a step of so many sequences beside such a context is called."""
+    beside = f" x {context:,}" if context != self.context else ""
+    return f"step, batch {batch}{beside}" + ", E4M3 cache" * (cache_format == "e4m3")
+
+  def caches(self):
+    """Batch, context and format of the cache of every step."""
+    return [(*at, how) for at in self.steps_at for how in self.formats]
 
 
 TINY = {
@@ -65,12 +78,20 @@ TINY = {
   "head_dim": 32,
   "vocabulary": 512,
   "prompts": ((1, 64), (2, 64), (1, 128)),
-  "batches": (1, 2),
+  "steps_at": ((1, 64), (2, 64)),
   "context": 64,
   "same_bucket": 55,
   "new_bucket": 40,
   "steps": 4,
 }
+CACHE = {
+  "prompts": (),
+  "steps_at": ((32, 2048), (32, 16384)),
+  "formats": ("compute", "e4m3"),
+}
+"""What --cache changes."""
+GOALS = {(32, 2048): 2.0, (32, 16384): 1.7}
+"""Rates of HiRes with an E4M3 cache, over our BF16 with a bfloat16 cache."""
 
 
 def seconds_of(call):
@@ -177,47 +198,65 @@ def ours(sizes, kind, results):
     ids = rng.integers(0, sizes.vocabulary, (batch, length)).astype(np.int32)
     return lambda: np.asarray(generation.prefill(model, params, ids)[0].newest)
 
-  def state(batch):
-    capacity = generation.capacity_of(sizes.context + sizes.steps)
-    cache = generation.empty_cache(model, batch, capacity)
+  def state(batch, context, cache_format):
+    capacity = generation.capacity_of(context + sizes.steps)
+    cache = generation.empty_cache(model, batch, capacity, cache_format)
     return generation.Decoding(
-      dataclasses.replace(cache, length=jnp.int32(sizes.context)),
+      dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32)),
       jnp.zeros(batch, jnp.int32),
       jnp.zeros(batch, bool),
-      sizes.context,
+      context,
     )
 
-  def steps(held):
+  def steps(*at):
+    held = [state(*at)]
+    batch, context, _ = at
+    lengths = np.full(batch, context, np.int32)
+
     def run():
       after, tokens = generation.decode(model, params, held[0], steps=sizes.steps)
-      cache = dataclasses.replace(after.cache, length=jnp.int32(sizes.context))
-      held[0] = dataclasses.replace(after, cache=cache, length=sizes.context)
+      cache = dataclasses.replace(after.cache, lengths=jnp.asarray(lengths))
+      held[0] = dataclasses.replace(after, cache=cache, longest=context)
       return np.asarray(tokens)
 
     return run
 
-  # Compiled side by side, as far as they were not; alone below, where it is timed.
+  # Compiled side by side, as far as they were not; alone below, where it is timed. A
+  # cache is made when its program is called, so that few are there at once.
   start = time.perf_counter()
-  workers = 8 if device.platform == "gpu" else 1
+  workers = 4 if device.platform == "gpu" else 1
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
     calls = [first(*prompt) for prompt in sizes.prompts]
-    calls += [steps([state(batch)]) for batch in sizes.batches]
+    calls += [lambda at=at: steps(*at)() for at in sizes.caches()]
     list(pool.map(lambda call: call(), calls))
+  programs = len(calls)
   del calls
   seconds = round(time.perf_counter() - start, 1)
-  programs = len(sizes.prompts) + len(sizes.batches)
   results.put("compiled side by side", {"programs": programs, "seconds": seconds})
   for batch, length in sizes.prompts:
     results.put(f"first token {batch} x {length}", common.clock(first(batch, length)))
-  for batch in sizes.batches:
-    made = common.clock(steps([state(batch)]))
+  for at in sizes.caches():
+    made = common.clock(steps(*at))
     each = {name: round(made[name] / sizes.steps, 4) for name in ("ms", "least_ms")}
-    results.put(f"step, batch {batch}", made | each)
+    results.put(sizes.name(*at), made | each)
+  if sizes.prompts:
+    waits_of_a_user(sizes, model, params, first, results)
+  peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+  results.put("peak_GB", round(peak / 1e9, 2))
+
+
+def waits_of_a_user(sizes, model, params, first, results):
+  """Measures what a user waits for at prompts and numbers of tokens of other sizes."""
+  import numpy as np
+
+  from mxjax.models import generation
+
   wait = seconds_of(first(1, sizes.same_bucket))
   results.put("another length in the same bucket", {"seconds": wait})
   call = first(1, sizes.new_bucket)
   wait, again = seconds_of(call), seconds_of(call)
   results.put("a new bucket", {"seconds": wait, "again": again})
+  rng = np.random.default_rng(1)
   ids = rng.integers(0, sizes.vocabulary, (1, sizes.context)).astype(np.int32)
   run = lambda new: np.asarray(
     generation.generate(model, params, ids, max_new_tokens=new)
@@ -225,8 +264,6 @@ def ours(sizes, kind, results):
   waits = [seconds_of(lambda new=new: run(new)) for new in (5, 5, 9)]
   names = ("seconds", "again", "another number of new tokens")
   results.put("generate", dict(zip(names, waits, strict=True)))
-  peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-  results.put("peak_GB", round(peak / 1e9, 2))
 
 
 def torchs(sizes, results):
@@ -298,7 +335,7 @@ def torchs(sizes, results):
     return (F.rms_norm(x[:, -1], (d,), norm, eps) @ head.T).argmax(-1)
 
   def decode(ids, caches):
-    batch, context = len(ids), sizes.context
+    batch, context = len(ids), caches[0][0].shape[2] - 1
     x, turns = embedding[ids][:, None], angles(context, 1)
     for w, (keys, values) in zip(layers, caches, strict=True):
       q, k, v = before(x, w, *turns)
@@ -334,19 +371,22 @@ def torchs(sizes, results):
       results.put(
         f"first token {batch} x {length}", measured(lambda ids=ids: prefill(ids))
       )
-    for batch in sizes.batches:
-      shape = 2, batch, kv_heads, sizes.context + 1, width
+    for batch, context in sizes.steps_at:
+      shape = 2, batch, kv_heads, context + 1, width
       full = {"fill_value": 0.1, "dtype": torch.bfloat16, "device": device}
       caches = [torch.full(shape, **full).unbind(0) for _ in layers]
       ids = torch.zeros(batch, dtype=torch.long, device=device)
       run = lambda ids=ids, caches=caches: decode(ids, caches)
-      results.put(f"step, batch {batch}", measured(run))
+      results.put(sizes.name(batch, context), measured(run))
       del caches, run
 
 
 def sizes_of(options):
   """The sizes that the options ask for."""
   changes = TINY if options.tiny else {}
+  if options.cache:
+    few = {"steps_at": ((2, 64), (2, 128))} if options.tiny else {}
+    changes = changes | CACHE | few
   return Sizes(**{"layers": options.layers, **changes})
 
 
@@ -365,14 +405,33 @@ def compared(parts):
   return rows
 
 
+def rates(sizes, parts):
+  """Rows of a table: each model and cache over our BF16 with a bfloat16 cache."""
+  rows = []
+  for at in sizes.steps_at:
+    ms = lambda part, how, at=at: (
+      parts.get(part, {}).get(sizes.name(*at, how), {}).get("ms")
+    )
+    base, found = ms("bf16", "compute"), []
+    for part, how in (("bf16", "e4m3"), ("hires", "compute"), ("hires", "e4m3")):
+      one = ms(part, how)
+      found.append(f"{base / one:.2f}" if base and one else "-")
+    goal = f"{GOALS[at]:.1f}" if at in GOALS else "-"
+    rows.append([f"{at[0]} x {at[1]:,}", *found, goal])
+  return rows
+
+
 def main():
   """Runs each part in a process of its own, and writes what they measured."""
   parser = common.parser(__doc__)
   parser.add_argument("--layers", type=int, default=4, help="of the model's 36")
   parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
+  parser.add_argument("--cache", action="store_true", help="caches of 32 sequences")
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
   parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)
   options = parser.parse_args()
+  if options.cache and not options.tiny and options.out == common.own_result():
+    parser.error("--cache needs an --out of its own")
   sizes = sizes_of(options)
   if options.only:
     results = common.Entries(options.out)
@@ -397,7 +456,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
       file = pathlib.Path(folder) / "part.json"
       words = [sys.executable, __file__, "--only", part, "--out", str(file)]
-      words += ["--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
+      words += ["--layers", str(options.layers)]
+      words += [f"--{name}" for name in ("tiny", "cache") if getattr(options, name)]
       try:
         limit = None if options.tiny else SECONDS[part]
         ended = subprocess.run(words, check=False, timeout=limit)
@@ -424,6 +484,10 @@ def report(options, sizes, stamp, parts, failures):
   rows = compared(measured)
   head = ["ms", "torch BF16", "our BF16", "HiRes", "BF16 / torch", "HiRes / torch"]
   text = common.markdown([*head, "HiRes / BF16"], rows)
+  if len(sizes.formats) > 1:
+    head = ["rate over BF16's with its cache", "BF16, E4M3 cache"]
+    head += ["HiRes, bfloat16 cache", "HiRes, E4M3 cache", "goal"]
+    text += "\n" + common.markdown(head, rates(sizes, measured))
   result = stamp | {
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     "sizes": dataclasses.asdict(sizes),

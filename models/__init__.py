@@ -4,7 +4,7 @@ import pathlib
 from typing import Any
 
 from mxjax.models.config import ModelConfig, RopeScaling
-from mxjax.models.generation import generate
+from mxjax.models.generation import generate, generate_each
 from mxjax.models.loading import gguf, hub, weights
 from mxjax.models.loading.hub import default_dtype
 from mxjax.models.loading.lazy import LazyParams
@@ -21,6 +21,7 @@ __all__ = [
   "default_dtype",
   "from_pretrained",
   "generate",
+  "generate_each",
   "load_config",
   "load_tokenizer",
   "open_pretrained",

@@ -6,7 +6,7 @@ precision. In bfloat16, results are rounded where transformers rounds them.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ import numpy as np
 from mxjax.errors import ValueRefusal
 from mxjax.models import softmax_attention
 from mxjax.models.config import RopeScaling
-from mxjax.numerics import implementations
+from mxjax.numerics import e4m3, implementations
+from mxjax.numerics.e4m3 import ScaledE4M3
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels import lowering
@@ -58,20 +59,21 @@ def _rotations(
 ) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]:
   """Returns cosines and sines at `length` positions, float32 `[half, length]`.
 
-  Positions that are given one by one, below `length`, give `[batch, 1, half, length]`.
+  Where each sequence has its own, they are `[batch, 1, half, length]`.
   """
   if isinstance(start, int):
     # Constants: XLA:CPU would recompute them for every head inside the loop.
     positions = np.arange(start, start + length, dtype=np.float32)
     angles = frequencies[:, None] * positions[None, :]
     return np.cos(angles), np.sin(angles)
-  if start.ndim:
+  if start.ndim == 2:
     tables = _rotations(frequencies, length, 0)
     looked_up = (jnp.asarray(table).T[start] for table in tables)
     cos, sin = (a.transpose(0, 2, 1)[:, None] for a in looked_up)
     return cos, sin
-  positions = (start + jnp.arange(length, dtype=jnp.int32)).astype(jnp.float32)
-  angles = jnp.asarray(frequencies)[:, None] * positions[None, :]
+  place = jnp.arange(length, dtype=jnp.int32)[None, None, None]
+  positions = (start.reshape(-1, 1, 1, 1) + place).astype(jnp.float32)
+  angles = jnp.asarray(frequencies)[None, None, :, None] * positions
   return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -82,8 +84,9 @@ def rotary(
 
   Coordinate i is paired with i + head_dim/2, the layout of Hugging Face checkpoints.
   `x` is `[batch, length, heads, head_dim]`, as is the result; `frequencies` are float32
-  `[head_dim / 2]` in radians per token; positions count from `start` (int32 if an
-  array), or are `start` where that is `[batch, length]`, each below `length`.
+  `[head_dim / 2]` in radians per token. Positions count from `start`, an int or int32,
+  one for all or `[batch]`; or are `start` where that is `[batch, length]`, each below
+  `length`.
   """
   tables = (a.astype(x.dtype) for a in _rotations(frequencies, x.shape[1], start))
   cos, sin = (rounded(jnp.asarray(a if a.ndim == 4 else a[None, None])) for a in tables)
@@ -248,8 +251,28 @@ def _is_ancestor(
   return jnp.expand_dims(is_seen, (1, 2))
 
 
-KeysAndValues = tuple[jax.Array, jax.Array]
-"""A layer's cache: each array is `[batch, positions, kv_heads, head_dim]`."""
+CacheFormat = Literal["compute", "e4m3"]
+"""What a key-value cache holds: the compute dtype, or `numerics.e4m3` vectors, one for
+each head and token, in half of bfloat16's bytes and one for the scale."""
+Kept = jax.Array | ScaledE4M3
+"""Keys or values in a cache: `[batch, positions, kv_heads, head_dim]`."""
+KeysAndValues = tuple[Kept, Kept]
+"""A layer's cache."""
+
+
+def _written(kept: Kept, new: Kept, start: jax.Array | int) -> Kept:
+  """Writes new tokens into a cache behind the first `start`, int32 `[batch]` or 0."""
+
+  def write(whole: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+    place = start, *[start * 0] * (whole.ndim - 1)
+    return jax.lax.dynamic_update_slice(whole, part, place)
+
+  if isinstance(start, int):
+    return jax.tree.map(lambda whole, part: write(whole, part, 0), kept, new)
+  # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
+  starts = start.astype(jnp.uint32)
+  each: Any = jax.vmap(write)
+  return jax.tree.map(lambda whole, part: each(whole, part, starts), kept, new)
 
 
 def cached_attention(
@@ -265,14 +288,18 @@ def cached_attention(
 ) -> tuple[jax.Array | Attended, KeysAndValues]:
   """Computes grouped-query softmax attention of new tokens with a key-value cache.
 
+  With an E4M3 cache, every query reads rounded keys and values, its own token's too:
+  outputs do not depend on which tokens came together, up to the order of sums.
+
   Args:
     queries: `[batch, new, heads, head_dim]`, rotated, at the positions from `start`.
     keys: Keys of the same tokens, `[batch, new, kv_heads, head_dim]`, rotated.
     values: Values of the same tokens, same shape as `keys`.
     past: The cache, with room for the new tokens. What is from `start` on must be
       finite, and has no influence.
-    start: Position of the first query, int32; or the int 0 of an empty cache, where
-      the outputs are those of `causal_attention`, bit for bit.
+    start: Position of the first query, int32, of each sequence, `[batch]`, or one of
+      all; or the int 0 of an empty cache, where the outputs are those of
+      `causal_attention` of what is kept, bit for bit.
     window: Newest keys that a query attends to, itself included; None for all.
     query_chunk: Queries per chunk; does not affect the result.
     implementation: See `implementations.choose`; there is a kernel for a few new tokens
@@ -284,9 +311,16 @@ def cached_attention(
 
   Raises:
     NotImplementedError: A kernel was requested and cannot run.
+    ValueError: `start` is another int than 0.
   """
-  keys, values = (a.astype(past[0].dtype) for a in (keys, values))
-  put = jax.lax.dynamic_update_slice
+  kept: KeysAndValues
+  if isinstance(past[0], ScaledE4M3):
+    dtype = values.dtype
+    kept = e4m3.encode(keys), e4m3.encode(values)
+    read = kept[0].decode(dtype), kept[1].decode(dtype)
+  else:
+    dtype = past[0].dtype
+    read = kept = keys, values = keys.astype(dtype), values.astype(dtype)
   if isinstance(start, int):
     if start:
       raise ValueRefusal(
@@ -296,37 +330,36 @@ def cached_attention(
       )
     outputs = causal_attention(
       queries,
-      keys,
-      values,
+      *read,
       window=window,
       query_chunk=query_chunk,
       implementation=implementation,
     )
-    filled = put(past[0], keys, (0, 0, 0, 0)), put(past[1], values, (0, 0, 0, 0))
-    return outputs, filled
+    return outputs, (_written(past[0], kept[0], 0), _written(past[1], kept[1], 0))
+  start = jnp.broadcast_to(start, queries.shape[:1])
   obstacle = attention.obstacle(queries, keys, values, past)
   # Many tokens, such as a prompt, take the kernel of whole sequences.
-  many = obstacle is not None and prefill.obstacle(queries, *past) is None
+  many = obstacle is not None and prefill.obstacle(queries, keys, values) is None
   obstacle = None if many else obstacle
   lowered = implementations.choose("cached_attention", implementation, pallas=obstacle)
   how: Any = {"window": window, "interpret": lowered == "interpret"}
   if lowered != "xla" and not many:
-    return attention.launch(queries, keys, values, past, start, **how)
-  # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
-  zero = jnp.zeros((), jnp.uint32)
-  place = zero, start.astype(jnp.uint32), zero, zero
-  filled = put(past[0], keys, place), put(past[1], values, place)
+    return attention.launch(queries, (keys, values), past, start, **how)
+  filled = _written(past[0], kept[0], start), _written(past[1], kept[1], start)
+  keys, values = (a.decode(dtype) if isinstance(a, ScaledE4M3) else a for a in filled)
   if lowered != "xla":
-    return prefill.launch(queries, *filled, start, **how), filled
-  new, before = queries.shape[1], np.arange(past[0].shape[1], dtype=np.int32)[None, :]
-  grouped = _by_group(queries, *filled)
+    return prefill.launch(queries, keys, values, start, **how), filled
+  new, before = queries.shape[1], np.arange(keys.shape[1], dtype=np.int32)
+  grouped = _by_group(queries, keys, values)
   chunks = []
   for first in range(0, new, query_chunk):
     stop = min(first + query_chunk, new)
-    positions = start + np.arange(first, stop, dtype=np.int32)[:, None]
-    is_seen = before <= positions
+    own = np.arange(first, stop, dtype=np.int32)
+    positions = start.reshape(-1, 1, 1, 1, 1) + own[None, None, None, :, None]
+    behind = positions - before[None, None, None, None]
+    is_seen = behind >= 0
     if window is not None:
-      is_seen &= before > positions - window
+      is_seen &= behind < window
     parts = [(*grouped[1:], is_seen)]
     chunks.append(softmax_attention.attend(grouped[0][..., first:stop], parts))
   return _by_position(chunks), filled

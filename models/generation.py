@@ -1,7 +1,8 @@
 """Token generation, with a key-value cache or without one (the evaluation contract).
 
-`generate` does all of it. Its parts are public for those who time or steer them:
-`prefill` goes from token ids to the first token, `decode` on from there.
+`generate` does all of it, and `generate_each` for prompts of different lengths. Their
+parts are public for those who time or steer them: `prefill` goes from token ids to the
+first token, `decode` on from there.
 
 On a GPU each of them is one compiled program, because launching layers from Python
 takes longer than running them. No program depends on the length of a prompt or on how
@@ -11,7 +12,7 @@ capacities in powers of two, and several steps are one program.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ import numpy as np
 from mxjax import compilation
 from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
+from mxjax.models.config import ModelConfig
+from mxjax.models.functional import CacheFormat
 from mxjax.models.transformer import CausalLM
 from mxjax.numerics import implementations
 
@@ -33,8 +36,8 @@ OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 one matrix in every call, to multiply them at once."""
 
 
-Number = jax.Array | np.int32
-"""A number that programs read: int32."""
+Prompts = jax.Array | np.ndarray | Sequence[np.ndarray | Sequence[int]]
+"""Prompts of equal length, int32 `[B, T]`, or of any lengths, one after the other."""
 
 
 @jax.tree_util.register_dataclass
@@ -57,10 +60,11 @@ class Choice:
   ends: np.ndarray | None = None
   top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-  def tokens(self, logits: jax.Array, position: int | Number) -> jax.Array:
+  def tokens(self, logits: jax.Array, position: int | jax.Array) -> jax.Array:
     """Chooses the tokens of a position, int32 `[B]`, from float32 logits `[B, V]`.
 
-    Samples depend on the key and the position.
+    Samples depend on the key, the position and the row. Of sequences of different
+    lengths, the position is that of the longest.
     """
     if self.key is None:
       return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -98,39 +102,64 @@ def choice_of(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """Key-value cache of all layers (`CausalLM.empty_cache`); int32 length in tokens."""
+  """Key-value cache of all layers.
+
+  Attributes:
+    layers: What `CausalLM.empty_cache` allocates and `layer_with_cache` fills.
+    lengths: Tokens of each sequence, int32 `[B]`; what lies behind them is not read.
+  """
 
   layers: tuple[dict[str, Any], ...]
-  length: jax.Array
+  lengths: jax.Array
 
   @property
   def capacity(self) -> int:
-    """Tokens for which there is room."""
+    """Tokens of a sequence for which there is room."""
     return jax.tree.leaves(self.layers)[0].shape[1]
 
 
-def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
-  """Allocates a zeroed cache for up to `positions` tokens, in the compute dtype."""
+def cache_bytes(config: ModelConfig, cache_format: CacheFormat = "compute") -> int:
+  """Returns the bytes of a token in the cache of all layers.
+
+  A cache has room for `capacity_of` its tokens, so for twice as many at most.
+  """
+  vectors = 2 * config.num_layers * config.num_kv_heads
+  if cache_format == "e4m3":
+    return vectors * (config.head_dim + 1)
+  return vectors * config.head_dim * jnp.dtype(config.dtype).itemsize
+
+
+def empty_cache(
+  model: CausalLM, batch: int, positions: int, cache_format: CacheFormat = "compute"
+) -> Cache:
+  """Allocates a zeroed cache for up to `positions` tokens of each sequence."""
   layers = range(model.num_layers)
-  empty = tuple(model.empty_cache(batch, positions) for _ in layers)
-  return Cache(empty, jnp.zeros((), jnp.int32))
+  empty = tuple(model.empty_cache(batch, positions, cache_format) for _ in layers)
+  return Cache(empty, jnp.zeros(batch, jnp.int32))
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["cache", "newest", "is_done"],
+  meta_fields=[],
+  drop_fields=["longest"],
+)
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-  """Sequences between two tokens.
+  """Sequences between two tokens: what programs take and give.
 
   Attributes:
     cache: Of all tokens but the newest; `decode` donates it.
     newest: The newest token of every sequence, int32 `[B]`.
     is_done: Which sequences have ended, bool `[B]`.
-    length: Tokens in the cache, known without asking the device.
+    longest: Tokens of the longest sequence in the cache, where the host knows them; no
+      program sees it, and what a program returns has None.
   """
 
   cache: Cache
   newest: jax.Array
   is_done: jax.Array
-  length: int
+  longest: int | None = None
 
 
 def generate(
@@ -145,6 +174,7 @@ def generate(
   key: jax.Array | None = None,
   eos_id: int | Collection[int] | None = None,
   use_cache: bool = True,
+  cache_format: CacheFormat = "compute",
   tokens_at_once: int | None = None,
 ) -> jax.Array:
   """Continues prompts, by default with a key-value cache.
@@ -159,7 +189,8 @@ def generate(
   Args:
     model: The model that scores the tokens.
     params: Its params, float or quantized.
-    tokens: Prompts of equal length, int32 `[B, T]`, T at least 1.
+    tokens: Prompts of equal length, int32 `[B, T]`, T at least 1; `generate_each` takes
+      others.
     max_new_tokens: Tokens to append, at least 0.
     temperature: 0 takes the most likely token; otherwise logits are divided by it.
     top_k: Sample only among the k most likely tokens.
@@ -168,6 +199,9 @@ def generate(
     eos_id: Token, or tokens such as `model.config.eos_ids`, that end a row; the rest
       of it is the first of them. None ends no row. Nothing runs once all have ended.
     use_cache: Whether to keep the keys and values of past tokens in memory.
+    cache_format: What the cache holds: `compute`, the compute dtype; or `e4m3`, which
+      takes 0.51 of bfloat16's bytes at 64 coordinates a head and changes the model, as
+      `numerics.e4m3` rounds.
     tokens_at_once: With a cache, tokens per row that one program generates; the tokens
       do not depend on it. None takes `TOKENS_AT_ONCE` on a GPU, and elsewhere runs
       layer by layer, as 1 does.
@@ -179,8 +213,130 @@ def generate(
     ValueError: An argument is out of range, the length exceeds the model's, or the
       model has no cache.
   """
-  check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
-  ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
+  ids, lengths = padded_prompts(tokens, "generate", model.config.vocab_size)
+  if (lengths < ids.shape[1]).any():
+    raise ValueRefusal(
+      "generate",
+      expected="prompts of equal length",
+      got=f"lengths {lengths.tolist()}",
+      mend="pass them to generate_each",
+    )
+  new = _new_tokens(
+    model,
+    params,
+    ids,
+    lengths,
+    max_new_tokens=max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    key=key,
+    eos_id=eos_id,
+    use_cache=use_cache,
+    cache_format=cache_format,
+    tokens_at_once=tokens_at_once,
+  )
+  return jax.device_put(np.concatenate([ids, new], axis=1))
+
+
+def generate_each(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  prompts: Sequence[np.ndarray | Sequence[int]],
+  *,
+  max_new_tokens: int,
+  **options: Any,
+) -> list[np.ndarray]:
+  """Continues prompts of any lengths in one batch, each as `generate` would alone.
+
+  Prompts are padded inside; no token sees the padding, and positions count from the
+  beginning of each prompt. The most likely tokens are those of each prompt alone, but
+  where rounding decides: products of other sizes add in another order. A prompt that
+  ends does not stop the others. Samples depend on the row of a prompt in the batch.
+
+  Args:
+    model: The model that scores the tokens.
+    params: Its params, float or quantized.
+    prompts: Token ids of at least one prompt, int32 `[T]` each, T at least 1.
+    max_new_tokens: Tokens to append to each prompt, at least 0.
+    **options: The other options of `generate`.
+
+  Returns:
+    Each prompt and its continuation, int32 `[T + max_new_tokens]`.
+
+  Raises:
+    ValueError: As in `generate`; the length is that of the longest prompt.
+  """
+  ids, lengths = padded_prompts(prompts, "generate_each", model.config.vocab_size)
+  how: Any = {"max_new_tokens": max_new_tokens} | options
+  new = _new_tokens(model, params, ids, lengths, **how)
+  return [
+    np.concatenate([row[:length], continuation])
+    for row, length, continuation in zip(ids, lengths, new, strict=True)
+  ]
+
+
+def padded_prompts(
+  prompts: Prompts, place: str, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns prompts as one array, and their lengths.
+
+  Args:
+    prompts: Of equal length as an array `[B, T]`, or one after the other.
+    place: Names the caller in messages.
+    vocabulary: Number of ids of the model.
+
+  Returns:
+    int32 `[B, T]`, with zeros behind the shorter prompts; and int32 `[B]`.
+
+  Raises:
+    TypeError: Ids are no integers.
+    ValueError: There is no prompt, one is empty, or ids are outside the vocabulary.
+  """
+  if isinstance(prompts, (jax.Array, np.ndarray)):
+    rows = token_ids(prompts, place, vocabulary=vocabulary)
+    shapes = {rows.shape[1:]}
+  else:
+    # An empty list has no integers, and is refused for its length.
+    given = [row if len(row) else np.zeros(0, np.int32) for row in prompts]
+    rows = [token_ids(row, place, vocabulary=vocabulary) for row in given]
+    shapes = {row.shape for row in rows}
+  if not len(rows) or any(len(shape) != 1 or not shape[0] for shape in shapes):
+    raise ValueRefusal(
+      place,
+      expected="tokens of shape [batch >= 1, length >= 1]",
+      got=rows.shape if isinstance(rows, np.ndarray) else sorted(shapes),
+    )
+  lengths = np.array([len(row) for row in rows], np.int32)
+  ids = np.zeros((len(rows), lengths.max()), np.int32)
+  for padded, row in zip(ids, rows, strict=True):
+    padded[: len(row)] = row
+  return ids, lengths
+
+
+def _new_tokens(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  ids: np.ndarray,
+  lengths: np.ndarray,
+  *,
+  max_new_tokens: int,
+  temperature: float = 0.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  key: jax.Array | None = None,
+  eos_id: int | Collection[int] | None = None,
+  use_cache: bool = True,
+  cache_format: CacheFormat = "compute",
+  tokens_at_once: int | None = None,
+) -> np.ndarray:
+  """Returns the continuations of `generate`, int32 `[B, max_new_tokens]`.
+
+  `ids` and `lengths` are those of `padded_prompts`.
+  """
+  check_arguments(
+    model, int(lengths.max()), max_new_tokens, temperature, top_k, top_p, key
+  )
   if tokens_at_once is not None and tokens_at_once < 1:
     raise ValueRefusal("generate", expected="tokens_at_once >= 1", got=tokens_at_once)
   if use_cache and not hasattr(model, "layer_with_cache"):
@@ -190,42 +346,54 @@ def generate(
       got=type(model).__name__,
       mend="pass use_cache=False, which recomputes the prefix for every token",
     )
+  if not use_cache and cache_format != "compute":
+    raise ValueRefusal(
+      "generate",
+      expected="use_cache=True beside a cache format",
+      got=f"cache_format={cache_format!r} and no cache",
+      mend="leave one of them out",
+    )
   ends = None
   listed = [*eos_id] if isinstance(eos_id, Collection) else [eos_id]
   if listed := [one for one in listed if one is not None]:
     vocabulary = model.config.vocab_size
     ends = token_ids(listed, "generate: eos_id", vocabulary=vocabulary)
   choice = choice_of(temperature, top_k, top_p, key, ends)
-  made = _cached if use_cache else _uncached
-  parts = made(model, params, ids, max_new_tokens, tokens_at_once, choice)
+  if not max_new_tokens:
+    parts = []
+  elif use_cache:
+    prompts = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    parts = _cached(
+      model, params, prompts, max_new_tokens, tokens_at_once, choice, cache_format
+    )
+  else:
+    parts = _uncached(model, params, ids, lengths, max_new_tokens, choice)
   # Put together by numpy: JAX would compile it for every length.
   arrays = [np.asarray(part).reshape(len(ids), -1) for part in parts]
-  rows = np.concatenate([ids, *arrays], axis=1)
-  rows = rows[:, : ids.shape[1] + max_new_tokens]
-  if (missing := ids.shape[1] + max_new_tokens - rows.shape[1]) and ends is not None:
-    rows = np.pad(rows, ((0, 0), (0, missing)), constant_values=int(ends[0]))
-  return jax.device_put(rows)
+  new = np.concatenate([np.zeros((len(ids), 0), np.int32), *arrays], axis=1)
+  new = new[:, :max_new_tokens]
+  if (missing := max_new_tokens - new.shape[1]) and ends is not None:
+    new = np.pad(new, ((0, 0), (0, missing)), constant_values=int(ends[0]))
+  return new
 
 
 def _cached(
   model: CausalLM,
   params: Mapping[str, Any],
-  ids: np.ndarray,
+  prompts: Sequence[np.ndarray],
   count: int,
   at_once: int | None,
   choice: Choice,
+  cache_format: CacheFormat,
 ) -> list[jax.Array]:
   """Generates at least `count` tokens, or as many as until all rows have ended.
 
   The parts are int32, `[B]` or `[B, n]`.
   """
-  if not count:
-    return []
   whole = _is_one_program(params) if at_once is None else at_once > 1
   at_once = at_once or (TOKENS_AT_ONCE if whole else 1)
-  how: Any = {"one_program": whole, "may_overrun": True}
-  how |= {"steps": at_once, "choice": choice}
-  state, _ = prefill(model, params, ids, choice=choice, one_program=whole)
+  how: Any = {"one_program": whole, "choice": choice}
+  state, _ = prefill(model, params, prompts, cache_format=cache_format, **how)
   parts, steps = [state.newest], count - 1
   # The last program may run too many steps: another number would compile again.
   programs = -(-steps // at_once)
@@ -234,7 +402,7 @@ def _cached(
   for _ in range(programs):
     if choice.ends is not None and np.asarray(state.is_done).all():
       break
-    state, tokens = decode(model, params, state, **how)
+    state, tokens = decode(model, params, state, steps=at_once, may_overrun=True, **how)
     parts.append(tokens)
   return parts
 
@@ -243,23 +411,22 @@ def _uncached(
   model: CausalLM,
   params: Mapping[str, Any],
   ids: np.ndarray,
+  lengths: np.ndarray,
   count: int,
-  at_once: int | None,
   choice: Choice,
 ) -> list[jax.Array]:
   """Generates like `_cached`, recomputing the whole prefix for every token."""
-  del at_once
-  (batch, start), parts = ids.shape, []
-  buffer, is_done = jnp.pad(ids, ((0, 0), (0, count))), jnp.zeros(batch, bool)
-  for position in range(start, start + count):
+  parts, rows = [], np.arange(len(ids))
+  buffer, is_done = jnp.pad(ids, ((0, 0), (0, count))), jnp.zeros(len(ids), bool)
+  for step in range(count):
     hidden = model.embed(params, buffer)
     for index in range(model.num_layers):
       hidden = _run_layer(model, params[model.layer_name(index)], hidden)
-    outside, last = _outside_layers(model, params), np.int32(position - 1)
+    outside, places = _outside_layers(model, params), lengths + np.int32(step)
     _, newest, is_done = _run_head(
-      model, outside, hidden, last, np.int32(position), is_done, choice
+      model, outside, hidden, places - 1, places, is_done, choice
     )
-    buffer = buffer.at[:, position].set(newest)
+    buffer = buffer.at[rows, places].set(newest)
     parts.append(newest)
     if choice.ends is not None and np.asarray(is_done).all():
       break
@@ -296,24 +463,26 @@ def _is_one_program(params: Mapping[str, Any], asked: bool | None = None) -> boo
 def prefill(
   model: CausalLM,
   params: Mapping[str, Any],
-  tokens: jax.Array | np.ndarray,
+  tokens: Prompts,
   *,
   choice: Choice = GREEDY,
+  cache_format: CacheFormat = "compute",
   one_program: bool | None = None,
 ) -> tuple[Decoding, jax.Array]:
   """Runs prompts and chooses the first token after them.
 
-  Prompts are padded on the right with the id 0 to `bucket_of` their length. No token
+  Prompts are padded on the right with the id 0 to `bucket_of` the longest. No token
   sees a later one, so the padding changes no score, up to the order of sums where a
-  product of more rows has another; what it leaves in the cache is hidden by the length,
-  and the next tokens overwrite it. All prompts of a batch size and a bucket share one
-  program, which makes the cache, with a capacity of `capacity_of` the bucket.
+  product of more rows has another; what it leaves in the cache is hidden by the
+  lengths, and the next tokens overwrite it. All prompts of a batch size and a bucket
+  share one program, which makes the cache, with a capacity of `capacity_of` the bucket.
 
   Args:
     model: The model that scores the tokens.
     params: Its params, float or quantized.
-    tokens: Prompts of equal length, int32 `[B, T]`, T at least 1.
+    tokens: Prompts of equal length, int32 `[B, T]`, or a list of any lengths.
     choice: How the token is chosen.
+    cache_format: What the cache holds; see `generate`.
     one_program: Whether everything from ids to the token is one compiled call. None is
       True on a GPU with params in memory, and elsewhere one program a layer.
 
@@ -323,47 +492,55 @@ def prefill(
   Raises:
     ValueError: The prompts are empty, too long for the model or outside its vocabulary.
   """
-  check_arguments(model, tokens, 0, 0.0, None, None, None, place="prefill")
-  ids = token_ids(tokens, "prefill", vocabulary=model.config.vocab_size)
+  ids, lengths = padded_prompts(tokens, "prefill", model.config.vocab_size)
   length = ids.shape[1]
+  check_arguments(model, length, 0, 0.0, None, None, None, place="prefill")
   padded = np.pad(ids, ((0, 0), (0, bucket_of(length) - length)))
   whole = _is_one_program(params, one_program)
   run = _prefill_in_one_program if whole else _prefill_by_layers
-  cache, logits, newest, is_done = run(model, params, padded, np.int32(length), choice)
-  return Decoding(cache, newest, is_done, length), logits
+  state, logits = run(model, params, padded, lengths, choice, cache_format)
+  return dataclasses.replace(state, longest=length), logits
 
 
 def _prefill_by_layers(
   model: CausalLM,
   params: Mapping[str, Any],
   padded: jax.Array | np.ndarray,
-  length: Number,
+  lengths: jax.Array | np.ndarray,
   choice: Choice,
-) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-  """Returns the cache, logits, the newest tokens and which of them are ends."""
+  cache_format: CacheFormat = "compute",
+) -> tuple[Decoding, jax.Array]:
+  """Runs prompts `[B, bucket]`; returns the sequences, and the logits of `newest`."""
   hidden, layers = model.embed(params, jnp.asarray(padded)), []
   for index in range(model.num_layers):
     # Inside a jitted function, equal layers are traced and lowered once.
     layer = params[model.layer_name(index)]
-    hidden, filled = _run_first_layer(model, layer, hidden)
+    hidden, filled = _run_first_layer(model, layer, hidden, cache_format)
     layers.append(filled)
   outside = _outside_layers(model, params)
-  chosen = _run_head(model, outside, hidden, length - 1, length, None, choice)
-  return Cache(tuple(layers), jnp.asarray(length)), *chosen
+  head = _run_head(model, outside, hidden, lengths - 1, lengths, None, choice)
+  logits, newest, is_done = head
+  cache = Cache(tuple(layers), jnp.asarray(lengths))
+  return Decoding(cache, newest, is_done), logits
 
 
 _prefill_in_one_program = jax.jit(
-  _prefill_by_layers, static_argnames="model", compiler_options=OPTIONS
+  _prefill_by_layers,
+  static_argnames=("model", "cache_format"),
+  compiler_options=OPTIONS,
 )
 
 
-@compilation.jit(static_argnames="model")
+@compilation.jit(static_argnames=("model", "cache_format"))
 def _run_first_layer(
-  model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
+  model: CausalLM,
+  layer_params: Mapping[str, Any],
+  hidden: jax.Array,
+  cache_format: CacheFormat,
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Runs a layer on prompts, and returns its cache too."""
   batch, bucket = hidden.shape[:2]
-  empty = model.empty_cache(batch, capacity_of(bucket))
+  empty = model.empty_cache(batch, capacity_of(bucket), cache_format)
   return model.layer_with_cache(layer_params, empty, hidden, 0)
 
 
@@ -373,11 +550,14 @@ def with_room(state: Decoding, steps: int) -> Decoding:
   A cache that has none is copied into one whose capacity is the next sufficient power
   of two; both exist for a moment.
   """
-  cache = state.cache
-  if (needed := state.length + steps) <= cache.capacity:
+  cache, longest = state.cache, state.longest
+  if longest is None:
+    longest = int(np.max(np.asarray(cache.lengths)))
+    state = dataclasses.replace(state, longest=longest)
+  if (needed := longest + steps) <= cache.capacity:
     return state
   layers = _grown(cache.layers, capacity_of(needed))
-  return dataclasses.replace(state, cache=Cache(layers, cache.length))
+  return dataclasses.replace(state, cache=Cache(layers, cache.lengths))
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
@@ -420,35 +600,32 @@ def decode(
   Raises:
     ValueError: The sequences would exceed the positions of the model.
   """
-  length, limit = state.length + 1 + steps, model.config.max_positions
-  for is_present, expected, got in (
-    (steps < 1, "steps >= 1", steps),
-    (length > limit and not may_overrun, f"at most {limit} positions", length),
-  ):
-    if is_present:
-      raise ValueRefusal("decode", expected=expected, got=got)
-  cache = with_room(state, steps).cache
+  if steps < 1:
+    raise ValueRefusal("decode", expected="steps >= 1", got=steps)
+  roomy = with_room(state, steps)
+  assert roomy.longest is not None
+  length, limit = roomy.longest + 1 + steps, model.config.max_positions
+  if length > limit and not may_overrun:
+    raise ValueRefusal("decode", expected=f"at most {limit} positions", got=length)
   whole = _is_one_program(params, one_program)
   run = _decode_in_one_program if whole else _decode_by_layers
-  cache, newest, is_done, tokens = run(
-    model, params, cache, state.newest, state.is_done, choice, steps
-  )
-  return Decoding(cache, newest, is_done, state.length + steps), tokens
+  # The cache is an argument of its own, because it alone is donated.
+  newest, is_done = roomy.newest, roomy.is_done
+  after, tokens = run(model, params, roomy.cache, newest, is_done, choice, steps)
+  return dataclasses.replace(after, longest=roomy.longest + steps), tokens
 
 
 def _step(
-  model: CausalLM,
-  params: Mapping[str, Any],
-  cache: Cache,
-  newest: jax.Array,
-  is_done: jax.Array,
-  choice: Choice,
-) -> tuple[Cache, jax.Array, jax.Array]:
+  model: CausalLM, params: Mapping[str, Any], state: Decoding, choice: Choice
+) -> Decoding:
   """Generates one token of every sequence."""
-  hidden, cache = _run_cached_layers(model, params, cache, newest[:, None])
-  outside, last = _outside_layers(model, params), np.int32(0)
-  head = _run_head(model, outside, hidden, last, cache.length, is_done, choice)
-  return cache, *head[1:]
+  tokens = state.newest[:, None]
+  hidden, cache = _run_cached_layers(model, params, state.cache, tokens)
+  outside = _outside_layers(model, params)
+  _, newest, is_done = _run_head(
+    model, outside, hidden, None, cache.lengths, state.is_done, choice
+  )
+  return Decoding(cache, newest, is_done)
 
 
 def _decode_by_layers(
@@ -459,12 +636,12 @@ def _decode_by_layers(
   is_done: jax.Array,
   choice: Choice,
   steps: int,
-) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-  parts = []
+) -> tuple[Decoding, jax.Array]:
+  state, parts = Decoding(cache, newest, is_done), []
   for _ in range(steps):
-    cache, newest, is_done = _step(model, params, cache, newest, is_done, choice)
-    parts.append(newest)
-  return cache, newest, is_done, jnp.stack(parts, axis=1)
+    state = _step(model, params, state, choice)
+    parts.append(state.newest)
+  return state, jnp.stack(parts, axis=1)
 
 
 @functools.partial(
@@ -481,7 +658,7 @@ def _decode_in_one_program(
   is_done: jax.Array,
   choice: Choice,
   steps: int,
-) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+) -> tuple[Decoding, jax.Array]:
   """Runs the steps as a loop on the device.
 
   Layers stay arrays of their own: a scan over stacked layers would copy each layer's
@@ -489,13 +666,14 @@ def _decode_in_one_program(
   a loop that asked whether to go on would send each answer to the host.
   """
 
-  def step(state: Any, _: None) -> tuple[Any, jax.Array]:
-    cache, newest, is_done = state
-    state = _step(model, params, cache, newest, is_done, choice)
-    return state, state[1]
+  def step(state: Decoding, _: None) -> tuple[Decoding, jax.Array]:
+    state = _step(model, params, state, choice)
+    return state, state.newest
 
-  state, tokens = jax.lax.scan(step, (cache, newest, is_done), None, length=steps)
-  return *state, tokens.T
+  state, tokens = jax.lax.scan(
+    step, Decoding(cache, newest, is_done), None, length=steps
+  )
+  return state, tokens.T
 
 
 def sample(
@@ -538,18 +716,22 @@ def _run_head(
   model: CausalLM,
   params: Mapping[str, Any],
   hidden: jax.Array,
-  index: Number,
-  position: Number,
+  places: jax.Array | np.ndarray | None,
+  lengths: jax.Array | np.ndarray,
   is_done: jax.Array | None,
   choice: Choice,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Scores and chooses the token at `position`, behind the hidden states at `index`.
+  """Scores and chooses the tokens behind sequences of `lengths`, int32 `[B]`.
 
-  Returns logits, float32 `[B, V]`, the tokens, int32 `[B]`, and which rows have ended.
+  Their last hidden states are at `places` of `hidden`, int32 `[B]`; None where there
+  are no others. Returns logits, float32 `[B, V]`, the tokens, int32 `[B]`, and which
+  rows have ended.
   """
-  row = jax.lax.dynamic_slice_in_dim(hidden, index, 1, axis=1)
-  logits = model.logits(params, row)[:, 0]
-  newest = choice.tokens(logits, position)
+  if places is not None:
+    at = jnp.asarray(places)[:, None, None]
+    hidden = jnp.take_along_axis(hidden, at, axis=1, mode="clip")
+  logits = model.logits(params, hidden)[:, 0]
+  newest = choice.tokens(logits, jnp.max(jnp.asarray(lengths), initial=0))
   if is_done is None:
     return logits, newest, choice.is_end(newest)
   if choice.ends is not None:
@@ -577,10 +759,12 @@ def next_logits(
   float32 logits `[B, V]` and the updated cache. It is one program on a GPU; there is
   one for each shape of tokens and of the cache.
   """
-  last = np.int32(tokens.shape[1] - 1 if position is None else position)
+  batch, length = tokens.shape
+  last = length - 1 if position is None else position
   whole = _is_one_program(params)
   run = _next_in_one_program if whole else _next_by_layers
-  return run(model, params, cache, jnp.asarray(tokens), last)
+  places = np.full(batch, last, np.int32)
+  return run(model, params, cache, jnp.asarray(tokens), places)
 
 
 def _next_by_layers(
@@ -588,11 +772,11 @@ def _next_by_layers(
   params: Mapping[str, Any],
   cache: Cache,
   tokens: jax.Array,
-  last: Number,
+  places: jax.Array | np.ndarray,
 ) -> tuple[jax.Array, Cache]:
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
   outside = _outside_layers(model, params)
-  head = _run_head(model, outside, hidden, last, cache.length, None, GREEDY)
+  head = _run_head(model, outside, hidden, places, cache.lengths, None, GREEDY)
   return head[0], cache
 
 
@@ -612,9 +796,9 @@ def _run_cached_layers(
   for index, past in enumerate(cache.layers):
     # Inside a jitted function, equal layers are traced and lowered once.
     layer = params[model.layer_name(index)]
-    hidden, new = _run_cached_layer(model, layer, past, hidden, cache.length)
+    hidden, new = _run_cached_layer(model, layer, past, hidden, cache.lengths)
     updated.append(new)
-  return hidden, Cache(tuple(updated), cache.length + tokens.shape[1])
+  return hidden, Cache(tuple(updated), cache.lengths + tokens.shape[1])
 
 
 @compilation.jit(static_argnames="model", donate_argnames="cache")
@@ -630,7 +814,7 @@ def _run_cached_layer(
 
 def check_arguments(
   model: CausalLM,
-  tokens: jax.Array | np.ndarray,
+  length: int,
   max_new_tokens: int,
   temperature: float,
   top_k: int | None,
@@ -640,15 +824,15 @@ def check_arguments(
 ) -> None:
   """Checks the arguments of `generate`, or of another function named by `place`.
 
+  `length` is that of the longest prompt.
+
   Raises:
     ValueError: One is out of range.
   """
-  length, limit = tokens.shape[-1] + max_new_tokens, model.config.max_positions
-  is_empty = tokens.ndim != 2 or 0 in tokens.shape
+  total, limit = length + max_new_tokens, model.config.max_positions
   problems = (
-    (is_empty, "tokens of shape [batch >= 1, length >= 1]", tokens.shape),
     (max_new_tokens < 0, "max_new_tokens >= 0", max_new_tokens),
-    (length > limit, f"at most {limit} positions", length),
+    (total > limit, f"at most {limit} positions", total),
     (not temperature >= 0, "temperature >= 0", temperature),
     (top_k is not None and top_k < 1, "top_k >= 1", top_k),
     (top_p is not None and not 0 < top_p <= 1, "0 < top_p <= 1", top_p),

@@ -11,6 +11,7 @@ import numpy as np
 from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
 from mxjax.models import generation
+from mxjax.models.functional import CacheFormat
 from mxjax.models.transformer import CausalLM
 from mxjax.numerics import implementations
 
@@ -29,10 +30,18 @@ class PrefixCache:
   """
 
   def __init__(
-    self, model: CausalLM, params: Mapping[str, Any], limit: int | None = None
+    self,
+    model: CausalLM,
+    params: Mapping[str, Any],
+    limit: int | None = None,
+    cache_format: CacheFormat = "compute",
   ) -> None:
-    """Prepares an empty cache for `limit` tokens, by default the model's limit."""
+    """Prepares an empty cache for `limit` tokens, by default the model's limit.
+
+    `cache_format` is that of `generation.generate`.
+    """
     self.model, self._params = model, params
+    self._format: CacheFormat = cache_format
     self.limit = min(limit or model.config.max_positions, model.config.max_positions)
     self._cache: generation.Cache | None = None
     self._held = np.zeros(0, np.int32)
@@ -82,7 +91,11 @@ class PrefixCache:
     if cache is None or start == 0:
       del cache
       state, scores = generation.prefill(
-        self.model, self._params, ids[None], choice=choice
+        self.model,
+        self._params,
+        ids[None],
+        choice=choice,
+        cache_format=self._format,
       )
       # At once, so that no later token compiles.
       state = generation.with_room(state, self.limit - len(ids))
@@ -97,13 +110,13 @@ class PrefixCache:
       # Zeros behind a shorter chunk change nothing: no token of it sees them, and the
       # next tokens overwrite them, because the length excludes them.
       padded = part if len(part) == 1 else np.pad(part, (0, CHUNK - len(part)))
-      cache = dataclasses.replace(cache, length=jnp.int32(start))
+      cache = dataclasses.replace(cache, lengths=jnp.full(1, start, jnp.int32))
       scores, cache = generation.next_logits(
         self.model, self._params, cache, padded[None], len(part) - 1
       )
       start += len(part)
     assert scores is not None
-    cache = dataclasses.replace(cache, length=jnp.int32(start))
+    cache = dataclasses.replace(cache, lengths=jnp.full(1, start, jnp.int32))
     self._cache, self._held = cache, ids
     newest = choice.tokens(scores, start)
     return generation.Decoding(cache, newest, choice.is_end(newest), start), scores
@@ -151,7 +164,7 @@ def stream(
     )
   count = min(max_new_tokens, room)
   generation.check_arguments(
-    cache.model, ids[None], count, temperature, top_k, top_p, key
+    cache.model, len(ids), count, temperature, top_k, top_p, key
   )
   choice = generation.choice_of(temperature, top_k, top_p, key)
   for token in cache.tokens(ids, count, choice) if count else ():

@@ -5,7 +5,7 @@ Parameter names are nested Hugging Face names:
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from mxjax.layers.linear import add_bias, linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import attention_norms, layer_linears, layer_norms
+from mxjax.numerics.e4m3 import ScaledE4M3
 from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels import recovery as recovery_kernels
 from mxjax.pallas_kernels.refinement import fused_inputs
@@ -26,8 +27,8 @@ CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
 CACHE = "cache"
 """The linen collection of an attention layer's key-value cache: `keys`, `values`
-`[B, positions, kv_heads, head_dim]` and `start`, the number of filled positions, int32,
-or the int 0 of an empty cache.
+`[B, positions, kv_heads, head_dim]` and `start`, the number of filled positions of each
+sequence, int32 `[B]`, or the int 0 of an empty cache.
 """
 TREE = "tree"
 """The linen collection of an attention layer's `tree`, where sequences branch."""
@@ -340,12 +341,30 @@ class CausalLM(nn.Module):
     return cast(jax.Array, output), taps["self_attn"] | taps["mlp"]
 
   @nn.nowrap
-  def empty_cache(self, batch: int, positions: int) -> dict[str, Any]:
-    """Allocates the cache of one layer for `positions` tokens, in the compute dtype."""
+  def empty_cache(
+    self,
+    batch: int,
+    positions: int,
+    cache_format: functional.CacheFormat = "compute",
+  ) -> dict[str, Any]:
+    """Allocates the cache of one layer for `positions` tokens, all zero.
+
+    Raises:
+      ValueError: The format is unknown.
+    """
     config = self.config
     shape = batch, positions, config.num_kv_heads, config.head_dim
-    empty = {name: jnp.zeros(shape, config.dtype) for name in ("keys", "values")}
-    return {"self_attn": empty}
+    if cache_format not in (known := get_args(functional.CacheFormat)):
+      raise ValueRefusal(
+        "empty_cache", f"a cache format of {', '.join(known)}", got=cache_format
+      )
+
+    def empty() -> functional.Kept:
+      if cache_format == "compute":
+        return jnp.zeros(shape, config.dtype)
+      return ScaledE4M3(jnp.zeros(shape, jnp.uint8), jnp.zeros(shape[:3], jnp.uint8))
+
+    return {"self_attn": {"keys": empty(), "values": empty()}}
 
   @nn.nowrap
   def layer_with_cache(
@@ -357,9 +376,10 @@ class CausalLM(nn.Module):
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs one decoder layer on the next tokens of cached sequences.
 
-    `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones, an int32
-    scalar, or the int 0 where nothing is cached: then hidden states are those of
-    `layer`. `cache` must have room. Returns hidden states and the new cache.
+    `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones of each
+    sequence, int32 `[B]`, or the int 0 where nothing is cached: then hidden states are
+    those of `layer`, if the cache has the compute dtype. `cache` must have room.
+    Returns hidden states and the new cache.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
     past = {"self_attn": {**cache["self_attn"], "start": start}}

@@ -174,7 +174,7 @@ def generations(place, mesh):
   plain = jax.eval_shape(MODEL.init, jax.random.key(0), ids)["params"]
   layer, _ = float_layer()
   packed = plain | {"layers_0": jax.eval_shape(_quantized, layer)}
-  scalar, result = array((), jnp.int32), {}
+  result = {}
 
   def add(name, program, arguments, *static):
     def make():
@@ -185,14 +185,15 @@ def generations(place, mesh):
     result[name] = make, arguments
 
   for kind, params in (("BF16", plain), ("HiRes", packed)):
-    prompt = params, array((1, LENGTH), jnp.int32), scalar
+    prompt = params, array((1, LENGTH), jnp.int32), array((1,), jnp.int32)
     add(f"first token, {kind}", generation._prefill_in_one_program, prompt)
-    for batch in (1, 32):
-      make = functools.partial(generation.empty_cache, MODEL, batch, LENGTH)
+    for batch, how in ((1, "compute"), (32, "compute"), (32, "e4m3")):
+      make = functools.partial(generation.empty_cache, MODEL, batch, LENGTH, how)
       newest, is_done = array((batch,), jnp.int32), array((batch,), bool)
       state = params, jax.eval_shape(make), newest, is_done
       decode = generation._decode_in_one_program, state, generation.TOKENS_AT_ONCE
-      add(f"tokens of {batch}, {kind}", *decode)
+      beside = "" if how == "compute" else f", {how}"
+      add(f"tokens of {batch}, {kind}{beside}", *decode)
   return result
 
 

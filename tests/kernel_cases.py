@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.e4m3 import ScaledE4M3
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
@@ -83,11 +84,13 @@ def refinement_cases():
 
 
 def attention_cases():
-  def attend(new, dtype, positions=2048, **options):
-    tokens = lambda n, heads: array((1, n, heads, 128), dtype)
+  def attend(new, dtype, positions=2048, *, is_e4m3=False, **options):
+    tokens = lambda n, heads: array((4, n, heads, 128), dtype)
     launch = functools.partial(cached_attention.launch, **options)
-    newest, past = [tokens(new, 8)] * 2, (tokens(positions, 8),) * 2
-    return launch, tokens(new, 32), *newest, past, array((), jnp.int32)
+    newest, past = (tokens(new, 8),) * 2, tokens(positions, 8)
+    if is_e4m3:
+      past = ScaledE4M3(array(past.shape, u8), array(past.shape[:3], u8))
+    return launch, tokens(new, 32), newest, (past, past), array((4,), jnp.int32)
 
   def whole(head_dim, **options):
     tokens = lambda heads: array((1, 2048, heads, head_dim), b16)
@@ -103,6 +106,9 @@ def attention_cases():
     "attention, 16 tokens, bfloat16, window": attend(16, b16, window=1000),
     "attention, 1 token, float32": attend(1, f32, positions=2000),
     "attention, 8 tokens, float32": attend(8, f32),
+    "attention, 1 token, E4M3": attend(1, b16, is_e4m3=True),
+    "attention, 16 tokens, E4M3, window": attend(16, b16, is_e4m3=True, window=1000),
+    "attention, 1 token, float32, E4M3": attend(1, f32, positions=2000, is_e4m3=True),
     "attention's shares brought together": (lambda shares: shares.array(), attended),
   }
 

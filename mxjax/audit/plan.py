@@ -10,7 +10,7 @@ Paper: Persistent storage (Appendix, Computational and Storage Costs).
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 from mxjax.calibration.output_gradients import differentiated
 from mxjax.errors import ValueRefusal
@@ -18,6 +18,8 @@ from mxjax.layers.sizes import size_report
 from mxjax.methods.program import Program
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.config import ModelConfig
+from mxjax.models.functional import CacheFormat
+from mxjax.models.generation import cache_bytes
 from mxjax.models.parameters import parameter_shapes
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
@@ -59,6 +61,7 @@ class Plan:
   packed_total: int  #: Our layout: codes, scales, auxiliary and rest.
   bits_per_weight: float  #: Of the target linears, scales and auxiliary included.
   loaded: dict[str, int]  #: As quantized, and by option of `layers.inference_packing`.
+  cache: dict[str, int]  #: Keys and values of a token of text, by `CacheFormat`.
   memory: dict[str, int]  #: Bytes that a run holds at once, without evaluation.
   peak: int  #: Peak resident bytes, by a rule of thumb.
   on_disk: bool  #: Whether `memory` assumes that layers and results stay on disk.
@@ -126,6 +129,7 @@ def plan(
     bits_per_weight=8 * layers_packed / sizes["target_weights"],
     dtype=config.dtype,
     loaded=_loaded(config, sizes),
+    cache={how: cache_bytes(config, how) for how in get_args(CacheFormat)},
     memory=memory,
     peak=max(held, PROCESS_BYTES + saving),
     on_disk=on_disk,

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
   messages = [{"role": "system", "content": options.system}] if options.system else []
   # A base model's tokenizer is refused before anyone has typed a message.
   tokenizer.chat_prompt([*messages, {"role": "user", "content": ""}])
-  cache = PrefixCache(model, params, options.context)
+  cache = PrefixCache(model, params, options.context, options.cache)
   for message in _typed() if is_terminal else _piped():
     messages.append({"role": "user", "content": message})
     ids = tokenizer.encode(tokenizer.chat_prompt(messages))

@@ -69,6 +69,14 @@ def add_sampling(
     help="end before this text; may be repeated",
   )
   shared.add(group, "--seed")
+  parser.add_argument(
+    "--cache",
+    choices=("compute", "e4m3"),
+    default="compute",
+    help="how keys and values of past tokens are kept: in the compute dtype; or in "
+    "E4M3 with a scale for each head and token, in half of bfloat16's memory, outside "
+    "the paper's contract; changes the model",
+  )
   shared.add(parser, "--storage", "--dtype", "--compiled", "--no-compiled")
   parser.set_defaults(unset={"top_k": None, "top_p": top_p})
 
@@ -118,7 +126,8 @@ def run(options: argparse.Namespace) -> None:
   ids = tokenizer.encode(options.prompt)
   ids = np.concatenate([np.asarray(tokenizer.prefix_ids, np.int32), ids])
   # The cache needs no more room than this text.
-  cache = PrefixCache(model, params, len(ids) + options.max_new_tokens + 1)
+  room = len(ids) + options.max_new_tokens + 1
+  cache = PrefixCache(model, params, room, options.cache)
   if options.json:
     facts = speak(cache, tokenizer, ids, **arguments)
     print(json.dumps(facts | {"text": options.prompt + facts["text"]}))

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
   from mxjax.audit.plan import Plan
   from mxjax.evaluation.report.tables import Table
 
+CONTEXT = 2048
+"""Tokens of the sequence whose cache is shown."""
+
 
 def add_parser(commands: Any) -> None:
   """Adds the command and its options."""
@@ -101,7 +104,7 @@ def _stored_table(stored: Mapping[str, Mapping[str, Any]]) -> "Table":
 
 
 def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
-  """Builds the tables: storage, the loaded model, then the work.
+  """Builds the tables: storage, the loaded model, its cache, then the work.
 
   `seconds` are those of a HiRes run here, or None if nothing tells.
   """
@@ -142,9 +145,19 @@ def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
     ["packed against bfloat16", f"{ratio:.2f} x {word}"],
     ["bits a quantized weight, scales and auxiliary included", bits],
   ]
+  cache = [
+    [
+      planned.dtype if how == "compute" else how,
+      *(numbers.size(tokens * size) for tokens in (1, CONTEXT)),
+      f"{size / planned.cache['compute']:.3f}",
+    ]
+    for how, size in planned.cache.items()
+  ]
+  cached = "cache", "a token", f"{CONTEXT:,} tokens", f"to {planned.dtype}"
   place = "on disk" if planned.on_disk else "in memory"
   return [
     Table(f"{name}: storage", ("what", "size"), storage),
     Table("loaded and packed, HiRes", ("storage", "memory", "to bfloat16"), loaded),
+    Table("keys and values of a sequence", cached, cache),
     Table(f"a run in {planned.dtype}, layers {place}", ("what", "amount"), work),
   ]

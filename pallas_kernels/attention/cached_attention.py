@@ -6,8 +6,13 @@ The query heads of a key-value head and the new tokens form the rows of one tile
 visible positions are divided into chunks and shared evenly among programs, and
 `shares.py` combines what they write. The first program of a key-value head starts with
 the new tokens' own keys and values and writes them into the cache, where no other
-program reads. The device reads the position of the first query: chunks in the future or
-before the window are skipped, so a half-empty cache takes half the time.
+program reads. The device reads the position of the first query of each sequence: chunks
+in the future or before the window are skipped, so a half-empty cache takes half the
+time, and sequences may have any lengths.
+
+Keys and values in E4M3 stay codes until they are in registers. Their scales are powers
+of two, so a score takes the key's and a weight the value's, and each element takes two
+shifts, a mask and a product in pairs.
 """
 
 import dataclasses
@@ -18,9 +23,42 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.numerics import e4m3, float_bits
+from mxjax.numerics.e4m3 import ScaledE4M3
 from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.attention.running import Running
 from mxjax.pallas_kernels.attention.shares import Attended
+
+Kept = jax.Array | ScaledE4M3
+"""Keys or values: `[batch, tokens, kv_heads, head_dim]`."""
+
+E4M3_PTX = """{
+  .reg .b32 sign, size, power, zero;
+  shl.b32 sign, $1, 8;
+  and.b32 sign, sign, 0x80008000;
+  shl.b32 size, $1, 4;
+  and.b32 size, size, 0x07F007F0;
+  or.b32 size, size, sign;
+  mov.b32 power, 0x7B807B80;
+  mov.b32 zero, 0x80008000;
+  fma.rn.bf16x2 $0, size, power, zero;
+}"""
+"""From two E4M3 codes, the lower bytes of 16-bit halves, to bfloat16 values.
+
+As bfloat16, the shifted bits are the value times 2^-120, subnormal ones included; 480
+stands for NaN. `pallas_kernels.pairs` says why -0 is added."""
+
+
+def e4m3_values(codes: jax.Array) -> jax.Array:
+  """Returns the values of E4M3 codes, float32; 480 stands for NaN.
+
+  Without subnormal numbers, which a backend may flush.
+  """
+  code = codes.astype(jnp.int32)
+  size = code & 0x7F
+  normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+  values = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+  return jnp.where(code >= 0x80, -values, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +78,12 @@ class Tile:
   stages: int = 3
 
   @classmethod
-  def of(cls, queries: jax.Array, keys: jax.Array) -> "Tile":
+  def of(cls, queries: jax.Array, keys: Kept) -> "Tile":
     """Returns the tile for queries `[b, new, heads, d]` and the keys of a cache."""
     batch, positions, kv_heads, head_dim = keys.shape
     new, heads = queries.shape[1:3]
     at_least_16 = lambda n: max(16, 1 << (n - 1).bit_length())
-    if keys.dtype == jnp.float32:
+    if queries.dtype == jnp.float32:
       # FP32 units hold whole rows of a product in registers; more rows would spill.
       chunk, warps = 16, 8
     else:
@@ -62,10 +100,14 @@ def obstacle(
   queries: jax.Array,
   keys: jax.Array,
   values: jax.Array,
-  past: tuple[jax.Array, jax.Array],
+  past: tuple[Kept, Kept],
 ) -> str | None:
-  """Returns why the kernel cannot take these arguments, or None."""
-  dtypes = [a.dtype for a in (queries, keys, values, *past)]
+  """Returns why the kernel cannot take these arguments, or None.
+
+  `keys` and `values` are in the compute dtype, whatever `past` holds.
+  """
+  held = [a for a in past if not isinstance(a, ScaledE4M3)]
+  dtypes = [a.dtype for a in (queries, keys, values, *held)]
   if len(set(dtypes)) > 1 or queries.dtype not in (jnp.float32, jnp.bfloat16):
     names = ", ".join(map(str, dtypes))
     return f"operands must all be float32 or all bfloat16, got {names}"
@@ -80,7 +122,21 @@ def obstacle(
   what = "query heads of a key-value head times new tokens"
   if count > most:
     return f"{what} must be at most {most}, got {count}"
-  return None
+  return lowering.unaddressed(*jax.tree.leaves(past))
+
+
+def _values_and_factors(
+  kept: Kept, dtype: jnp.dtype, *, interpret: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns keys or values `[s, head_dim]` before their factors `[s]`, None ones."""
+  if not isinstance(kept, ScaledE4M3):
+    return kept, None
+  factors = float_bits.power_of_two(kept.scales.astype(jnp.int32) - 127)
+  if dtype == jnp.float32:
+    return e4m3_values(kept.codes), factors
+  meaning = lambda codes: e4m3_values(codes).astype(dtype)
+  halves = kept.codes.astype(jnp.uint16)
+  return lowering.by_ptx(E4M3_PTX, meaning, halves, interpret=interpret), factors
 
 
 def _kernel(
@@ -91,7 +147,8 @@ def _kernel(
   sums_ref: Any,
   tops_ref: Any,
   totals_ref: Any,
-  *filled_refs: Any,
+  filled_refs: tuple[Any, Any],
+  *,
   tile: Tile,
   positions: int,
   window: int | None,
@@ -117,25 +174,38 @@ def _kernel(
       is_seen &= position[None, :] > newest_seen - window
     return is_seen
 
+  def with_tokens(
+    running: Running, kept: Any, position: jax.Array, exists: jax.Array
+  ) -> Running:
+    (keys, of_keys), (values, of_values) = (
+      _values_and_factors(one, queries.dtype, interpret=interpret) for one in kept
+    )
+    scales = None
+    if of_keys is not None and of_values is not None:
+      scales = of_keys, of_values
+    is_seen = seen(position, exists)
+    return running.with_keys(
+      queries, keys, values, is_seen, scales, interpret=interpret
+    )
+
   def add(step: jax.Array, running: Running) -> Running:
     here = lowering.columns(step * tile.chunk, tile.chunk)
     position = step * tile.chunk + lax.iota(jnp.int32, tile.chunk)
     # Zero-fill values that no query sees, because even zero times NaN is NaN.
     exists = (position >= first) & (position < start)
-    keys, values = (lowering.load(ref.at[here, :], exists) for ref in past_refs)
-    is_seen = seen(position, exists)
-    return running.with_keys(queries, keys, values, is_seen, interpret=interpret)
+    kept = jax.tree.map(lambda ref: lowering.load(ref.at[here], exists), past_refs)
+    return with_tokens(running, kept, position, exists)
 
   place = lax.iota(jnp.int32, tile.new)
   exists = (place < new) & (split == 0)
   # Padding tokens repeat the last one; they are neither seen nor stored.
-  newest = [ref[jnp.minimum(place, new - 1)] for ref in new_refs]
+  newest = jax.tree.map(lambda ref: ref[jnp.minimum(place, new - 1)], new_refs)
   here = lowering.columns(start, tile.new)
-  for ref, values in zip(filled_refs, newest, strict=True):
-    lowering.store(ref.at[here, :], values, exists & (start + place < positions))
+  is_stored = exists & (start + place < positions)
+  for ref, value in zip(*map(jax.tree.leaves, (filled_refs, newest)), strict=True):
+    lowering.store(ref.at[here], value, is_stored)
   running = Running.none(tile.rows, head_dim)
-  is_seen = seen(start + place, exists)
-  running = running.with_keys(queries, *newest, is_seen, interpret=interpret)
+  running = with_tokens(running, newest, start + place, exists)
   running = lax.fori_loop(bound(split), bound(split + 1), add, running)
   for ref, value in zip((sums_ref, tops_ref, totals_ref), running, strict=True):
     lowering.store(ref, value, row < new * group)
@@ -143,56 +213,65 @@ def _kernel(
 
 def launch(
   queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  past: tuple[jax.Array, jax.Array],
+  newest: tuple[jax.Array, jax.Array],
+  past: tuple[Kept, Kept],
   start: jax.Array,
   *,
   window: int | None = None,
   tile: Tile | None = None,
   interpret: bool = False,
-) -> tuple[Attended, tuple[jax.Array, jax.Array]]:
+) -> tuple[Attended, tuple[Kept, Kept]]:
   """Runs the kernel on arguments for which `obstacle` returns None.
 
-  `queries` is `[batch, new, heads, head_dim]`, at positions from `start`, int32, on;
-  `keys` and `values` are `[batch, new, kv_heads, head_dim]`; queries and keys are
-  rotated. `past` is the cache's keys and values, `[batch, positions, kv_heads,
-  head_dim]`; positions from `start` on or before all windows are not read. All are
-  float32 or bfloat16. A query sees the `window` newest keys, including its own; None
-  for all.
+  `queries` is `[batch, new, heads, head_dim]`, at positions from `start` on, int32, one
+  for all or `[batch]`; `newest` are the keys and values of the same tokens, `[batch,
+  new, kv_heads, head_dim]`; queries and keys are rotated. `past` is the cache's keys
+  and values, `[batch, positions, kv_heads, head_dim]`; positions from `start` on or
+  before all windows are not read. All are float32 or bfloat16, but the cache may be
+  E4M3, and then new keys and values are rounded. A query sees the `window` newest keys,
+  including its own; None for all.
 
-  Returns outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the
+  Returns outputs, `[batch, new, heads * head_dim]`, in the dtype of `queries`, and the
   cache with the new keys and values, in the same memory if it may be overwritten.
   """
   tile = Tile.of(queries, past[0]) if tile is None else tile
-  # One array, because XLA writes it in one launch.
-  newest = jnp.concatenate([queries, keys, values], axis=2)
+  batch, (heads, kv_heads) = len(queries), (queries.shape[2], past[0].shape[2])
+  # Few arrays, because XLA writes each in a launch or two.
+  if isinstance(past[0], ScaledE4M3):
+    of_queries, joined = queries, e4m3.encode(jnp.concatenate(newest, axis=2))
+    firsts = 0, kv_heads
+  else:
+    of_queries = joined = jnp.concatenate([queries, *newest], axis=2)
+    firsts = heads, heads + kv_heads
   sizes = {"positions": past[0].shape[1], "window": window}
-  *shares, filled_keys, filled_values = lowering.launch(
+  arrays = len(jax.tree.leaves(past))
+  results: Any = lowering.launch(
     functools.partial(_kernel, tile=tile, interpret=interpret, **sizes),
-    jnp.asarray(start, jnp.int32).reshape(1),
-    newest,
-    (newest, newest),
+    jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,)),
+    of_queries,
+    (joined, joined),
     past,
     name="cached_attention",
-    grid=(queries.shape[0], keys.shape[2], tile.splits),
-    **_specs(queries, past, tile),
-    in_place={4: 3, 5: 4},
+    grid=(batch, kv_heads, tile.splits),
+    **_specs(queries, past, firsts, tile),
+    in_place={2 + arrays + i: 3 + i for i in range(arrays)},
     warps=tile.warps,
     stages=tile.stages,
     interpret=interpret,
   )
   scale, leading = queries.shape[-1] ** -0.5, queries.shape[:2]
-  outputs = Attended(*shares, scale, leading, values.dtype, interpret)
-  return outputs, (filled_keys, filled_values)
+  sums, tops, totals, filled = results
+  outputs = Attended(sums, tops, totals, scale, leading, queries.dtype, interpret)
+  return outputs, filled
 
 
 def _specs(
-  queries: jax.Array, past: tuple[jax.Array, jax.Array], tile: Tile
+  queries: jax.Array, past: tuple[Kept, Kept], firsts: tuple[int, int], tile: Tile
 ) -> dict[str, Any]:
   """Returns block specs of the kernel's operands and results, and the results' shapes.
 
-  Results are sums, tops, totals and the filled cache.
+  `firsts` are the heads at which new keys and new values begin. Results are sums, tops,
+  totals and the filled cache.
   """
   batch, new, heads, head_dim = queries.shape
   positions, kv_heads = past[0].shape[1:3]
@@ -200,20 +279,26 @@ def _specs(
   # The blocks cover whole chunks, plus room for a whole tile of new tokens at any
   # position; accesses beyond the positions are masked.
   covered = -(-positions // tile.chunk) * tile.chunk + tile.new
-  cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
-  token = None, new, None, head_dim
+
+  def of_head(a: jax.Array, tokens: int, first: int) -> Any:
+    rest = a.shape[3:]
+    return spec(
+      (None, tokens, None, *rest), lambda b, k, s: (b, 0, first + k, *[0] * len(rest))
+    )
+
+  cache = jax.tree.map(lambda a: of_head(a, covered, 0), past)
   newest = tuple(
-    spec(token, lambda b, k, s, first=first: (b, 0, first + k, 0))
-    for first in (heads, heads + kv_heads)
+    jax.tree.map(lambda a, first=first: of_head(a, new, first), kept)
+    for kept, first in zip(past, firsts, strict=True)
   )
   group = spec((None, new, heads // kv_heads, head_dim), lambda b, k, s: (b, 0, k, 0))
   row = spec((None, None, None, tile.rows), lambda b, k, s: (s, b, k, 0))
   sums = spec((None, None, None, tile.rows, head_dim), lambda b, k, s: (s, b, k, 0, 0))
-  start = spec((1,), lambda b, k, s: (0,))
   rows = tile.splits, batch, kv_heads, new * heads // kv_heads
   shares = [array(shape, jnp.float32) for shape in ((*rows, head_dim), rows, rows)]
+  like = jax.tree.map(lambda a: array(a.shape, a.dtype), past)
   return {
-    "in_specs": [start, group, newest, (cache, cache)],
-    "out_specs": [sums, row, row, cache, cache],
-    "out_shape": [*shares, *(array(a.shape, a.dtype) for a in past)],
+    "in_specs": [spec((1,), lambda b, k, s: (b,)), group, newest, cache],
+    "out_specs": [sums, row, row, cache],
+    "out_shape": [*shares, like],
   }

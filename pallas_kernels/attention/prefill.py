@@ -138,10 +138,11 @@ def launch(
 ) -> jax.Array:
   """Runs the kernel on arguments for which `obstacle` returns None.
 
-  `queries` is `[batch, new, heads, head_dim]`, at positions from `start`, int32, on;
-  `keys` and `values` are `[batch, positions, kv_heads, head_dim]`, of which those after
-  the last query are not read; queries and keys are rotated. All are bfloat16. A query
-  sees the `window` newest keys, including its own; None for all.
+  `queries` is `[batch, new, heads, head_dim]`, at positions from `start` on, int32, one
+  for all or `[batch]`; `keys` and `values` are `[batch, positions, kv_heads,
+  head_dim]`, of which those after the last query are not read; queries and keys are
+  rotated. All are bfloat16. A query sees the `window` newest keys, including its own;
+  None for all.
 
   Returns outputs, `[batch, new, heads * head_dim]`, in bfloat16.
   """
@@ -160,13 +161,13 @@ def launch(
   )
   outputs = lowering.launch(
     functools.partial(_kernel, tile=tile, new=new, window=window, interpret=interpret),
-    jnp.asarray(start, jnp.int32).reshape(1),
+    jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,)),
     queries,
     keys,
     values,
     name="prefill_attention",
     grid=(heads, -(-new // tile.rows), batch),
-    in_specs=[lowering.BlockSpec((1,), lambda *_: (0,)), some, every, every],
+    in_specs=[lowering.BlockSpec((1,), lambda h, t, b: (b,)), some, every, every],
     out_specs=some,
     out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
     warps=tile.warps,

@@ -31,16 +31,21 @@ class Running(NamedTuple):
     keys: jax.Array,
     values: jax.Array,
     is_seen: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     interpret: bool,
   ) -> "Running":
     """Adds keys and values `[s, head_dim]`; `is_seen` is bool `[rows, s]`, None all.
 
-    `interpret` is that of `lowering.by_ptx`.
+    `scales`, powers of two `[s]` in float32, are factors of keys and of values, None
+    ones. A score and a weight are multiplied by them, with the bits of the products by
+    each element where nothing is subnormal. `interpret` is that of `lowering.by_ptx`.
     """
     dtype, unit = values.dtype, queries.shape[1] ** -0.5 / math.log(2)
     dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
     scores = dot(queries, keys, transpose_b=True)
+    if scales is not None:
+      scores *= scales[0][None, :]
     if is_seen is not None:
       scores = jnp.where(is_seen, scores, -jnp.inf)
     higher = jnp.maximum(self.top, jnp.max(scores, axis=1))
@@ -48,8 +53,11 @@ class Running(NamedTuple):
     origin = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights = _power_of_two((scores - origin[:, None]) * unit, interpret)
     decay = _power_of_two((self.top - origin) * unit, interpret)
+    total = decay * self.total + jnp.sum(weights, axis=1)
+    if scales is not None:
+      weights *= scales[1][None, :]
     sums = decay[:, None] * self.sums + dot(weights.astype(dtype), values)
-    return Running(sums, higher, decay * self.total + jnp.sum(weights, axis=1))
+    return Running(sums, higher, total)
 
 
 def _power_of_two(x: jax.Array, interpret: bool) -> jax.Array:

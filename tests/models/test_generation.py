@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import functools
 import types
 
@@ -10,7 +11,8 @@ from scipy import stats
 
 from mxjax import models
 from mxjax.models import functional, generation
-from mxjax.models.generation import generate, sample
+from mxjax.models.generation import generate, generate_each, sample
+from mxjax.numerics import e4m3
 from tests import refusals
 
 UNCACHED = {"use_cache": False}
@@ -196,12 +198,14 @@ def test_padding_a_prompt_changes_its_logits_by_the_order_of_sums_alone(
     prompt = rows[:, :length]
     state, got = generation.prefill(model, params, prompt, one_program=one_program)
     assert state.cache.capacity == (32 if length <= 32 else 64)
-    assert state.length == int(state.cache.length) == length
+    assert state.longest == length
+    np.testing.assert_array_equal(state.cache.lengths, [length] * 2)
     np.testing.assert_array_equal(state.newest, want.argmax(-1))
     # A few units in the last place of the largest logit.
     assert np.abs(got - want).max() <= 16 * np.spacing(np.abs(want).max())
     # What the padding holds has no influence at all.
-    others = {"length": np.int32(length), "choice": generation.GREEDY}
+    lengths = np.full(2, length, np.int32)
+    others = {"lengths": lengths, "choice": generation.GREEDY}
     padded = np.pad(prompt, ((0, 0), (0, generation.bucket_of(length) - length)))
     padded[:, length:] = model.config.vocab_size - 1
     again = (
@@ -264,7 +268,8 @@ def test_decoding_goes_on_in_a_larger_cache(tiny, one_program):
   for _ in range(3):
     state, some = generation.decode(model, params, state, steps=15, **how)
     made.append(np.asarray(some))
-  assert state.cache.capacity == 64 and state.length == int(state.cache.length) == 50
+  assert state.cache.capacity == 64 and state.longest == 50
+  np.testing.assert_array_equal(state.cache.lengths, [50] * 2)
   np.testing.assert_array_equal(np.concatenate(made, axis=1), want[:, 5:])
   refusals.check(
     [
@@ -325,7 +330,7 @@ def test_cached_logits_equal_those_of_the_whole_prefix(tiny):
   for first, last in ((0, 7), (7, 8), (8, 13)):
     got, cache = generation.next_logits(model, params, cache, tokens[:, first:last])
     np.testing.assert_allclose(got, want[:, last - 1], atol=2e-5)
-  assert int(cache.length) == 13
+  np.testing.assert_array_equal(cache.lengths, [13] * len(tokens))
 
 
 def test_next_tokens_in_one_program_equal_layer_by_layer(tiny):
@@ -333,7 +338,7 @@ def test_next_tokens_in_one_program_equal_layer_by_layer(tiny):
   fill = lambda: generation.next_logits(
     model, params, generation.empty_cache(model, *tokens.shape), tokens[:, :6]
   )[1]
-  some, last = jnp.asarray(tokens[:, 6:8]), np.int32(1)
+  some, last = jnp.asarray(tokens[:, 6:8]), np.ones(len(tokens), np.int32)
   one, _ = generation._next_in_one_program(model, params, fill(), some, last)
   many, _ = generation.next_logits(model, params, fill(), some)
   np.testing.assert_allclose(one, many, atol=2e-5)
@@ -372,3 +377,145 @@ def test_a_cached_window_equals_the_uncached_one():
     new = [a[:, first:last] for a in (queries, *past)]
     got, _ = functional.cached_attention(*new, past, start, window=5)
     np.testing.assert_allclose(got, want[:, first:last], atol=1e-6)
+
+
+def some_prompts(model, lengths=(5, 1, 31, 12), seed=2):
+  rng = np.random.default_rng(seed)
+  draw = lambda n: rng.integers(0, model.config.vocab_size, n).astype(np.int32)
+  return [draw(length) for length in lengths]
+
+
+E4M3 = {"cache_format": "e4m3"}
+
+
+@pytest.mark.parametrize("how", [{}, UNCACHED, IN_PROGRAMS, E4M3, IN_PROGRAMS | E4M3])
+def test_prompts_of_different_lengths_continue_as_each_does_alone(tiny, how):
+  model, params, _ = tiny
+  prompts = some_prompts(model)
+  run = functools.partial(generate_each, model, params, prompts, **how)
+  alone = lambda prompt, **more: np.asarray(
+    generate(model, params, prompt[None], max_new_tokens=12, **how, **more)
+  )[0]
+  free = run(max_new_tokens=12)
+  for got, prompt in zip(free, prompts, strict=True):
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, alone(prompt))
+  # A token that ends one row early lets the others go on.
+  eos = int(free[2][33])
+  for got, prompt in zip(run(max_new_tokens=12, eos_id=eos), prompts, strict=True):
+    np.testing.assert_array_equal(got, alone(prompt, eos_id=eos))
+  none = run(max_new_tokens=0)
+  for got, prompt in zip(none, prompts, strict=True):
+    np.testing.assert_array_equal(got, prompt)
+
+
+@pytest.mark.parametrize("one_program", [False, True])
+@pytest.mark.parametrize("cache_format", ["compute", "e4m3"])
+def test_nothing_of_other_prompts_reaches_a_prompt(
+  family_golden, tmp_path, one_program, cache_format
+):
+  model, params = models.from_pretrained(family_golden.save(tmp_path / "model"))
+  how = {"one_program": one_program}
+
+  def logits(prompts):
+    """Those of the first token, and of one after it."""
+    state, first = generation.prefill(
+      model, params, prompts, cache_format=cache_format, **how
+    )
+    # The next token is given, because other prompts choose others.
+    newest = jnp.full(len(prompts), 3, jnp.int32)
+    state = dataclasses.replace(state, newest=newest)
+    state, tokens = generation.decode(model, params, state, steps=2, **how)
+    np.testing.assert_array_equal(tokens[:, -1], state.newest)
+    again = jnp.full((len(prompts), 1), 3, jnp.int32)
+    return first, generation.next_logits(model, params, state.cache, again)[0]
+
+  own = some_prompts(model, (7,))[0]
+  others = [some_prompts(model, lengths, seed=3) for lengths in ((20, 31), (31, 1))]
+  first, second = (logits([one[0], own, one[1]]) for one in others)
+  for one, another in zip(first, second, strict=True):
+    np.testing.assert_array_equal(one[1], another[1])
+  # Alone, sums have another order: a few units in the last place of the largest.
+  for got, want in zip(first, logits([own]), strict=True):
+    assert np.abs(got[1] - want[0]).max() <= 16 * np.spacing(np.abs(want).max())
+
+
+def test_samples_of_the_longest_prompts_position_repeat(tiny):
+  model, params, _ = tiny
+  prompts = some_prompts(model)
+  draw = lambda seed, **how: generate_each(
+    *(model, params, prompts),
+    **dict(max_new_tokens=8, temperature=2.0, key=jax.random.key(seed)),
+    **how,
+  )
+  want = draw(0)
+  for how in (IN_PROGRAMS, UNCACHED, {}):
+    jax.tree.map(np.testing.assert_array_equal, draw(0, **how), want)
+  assert any((a != b).any() for a, b in zip(draw(1), want, strict=True))
+
+
+def test_an_e4m3_cache_is_the_model_whose_attention_reads_rounded_vectors(
+  tiny, monkeypatch
+):
+  model, params, _ = tiny
+  rows = np.stack(some_prompts(model, (40, 40)))
+  plain = model.apply({"params": params}, rows)
+  attend = functional.causal_attention
+  kept = lambda a: e4m3.encode(a).decode(a.dtype)
+  monkeypatch.setattr(
+    functional,
+    "causal_attention",
+    lambda queries, keys, values, **how: attend(
+      queries, kept(keys), kept(values), **how
+    ),
+  )
+  want = np.asarray(model.apply({"params": params}, rows))
+  monkeypatch.undo()
+  assert np.abs(want - plain).max() > 1e-3
+  state, got = generation.prefill(model, params, rows[:, :20], **E4M3)
+  np.testing.assert_allclose(got, want[:, 19], atol=2e-5)
+  cache = generation.with_room(state, 20).cache
+  # However the tokens come, and in a cache that has grown.
+  for first, last in ((20, 21), (21, 33), (33, 40)):
+    got, cache = generation.next_logits(model, params, cache, rows[:, first:last])
+    np.testing.assert_allclose(got, want[:, last - 1], atol=2e-5)
+
+
+@pytest.mark.parametrize("cache_format", ["compute", "e4m3"])
+def test_the_bytes_of_a_cache_are_those_that_are_told(tiny, cache_format):
+  model, config = tiny[0], tiny[0].config
+  cache = generation.empty_cache(model, 3, 64, cache_format)
+  assert cache.capacity == 64
+  held = sum(a.nbytes for a in jax.tree.leaves(cache.layers))
+  assert held == 3 * 64 * generation.cache_bytes(config, cache_format)
+  vectors = 2 * config.num_layers * config.num_kv_heads
+  each = {"compute": 4 * config.head_dim, "e4m3": config.head_dim + 1}
+  assert held == 3 * 64 * vectors * each[cache_format]
+
+
+def test_the_device_is_asked_for_lengths_that_the_host_does_not_know(tiny):
+  model, params, _ = tiny
+  state, _ = generation.prefill(model, params, some_prompts(model, (30, 9)))
+  through = jax.jit(lambda state: state)(state)
+  assert state.longest == 30 and through.longest is None
+  assert generation.with_room(through, 2).cache.capacity == 32
+  grown = generation.with_room(through, 3)
+  assert grown.cache.capacity == 64 and grown.longest == 30
+
+
+def test_ragged_prompts_and_formats_without_meaning_are_refused(tiny):
+  model, params, tokens = tiny
+  each = functools.partial(generate_each, model, params, max_new_tokens=1)
+  one = functools.partial(generate, model, params, tokens, max_new_tokens=1)
+  refusals.check(
+    [
+      (lambda: each([]), "batch >= 1", "got"),
+      (lambda: each([[1, 2], []]), "length >= 1", "(0,)"),
+      (lambda: each([[1], [model.config.vocab_size]]), "token ids from 0"),
+      (lambda: each([[1] * 256, [1]]), "at most 256 positions", "257"),
+      (lambda: generate(model, params, [[1, 2], [3]], max_new_tokens=1), "[2, 1]"),
+      (lambda: one(cache_format="int4"), "compute, e4m3", "int4"),
+      (lambda: one(**E4M3, **UNCACHED), "use_cache=True", "'e4m3' and no cache"),
+    ],
+    (ValueError, TypeError),
+  )

@@ -158,3 +158,19 @@ def test_pieces_are_shown_as_soon_as_they_are_known():
   pieces = text_pieces(tokens, decode, ("cd",))
   assert [next(pieces) for _ in range(3)] == ["a", "😀", "b"]
   assert list(pieces) == ["c"]
+
+
+def test_an_e4m3_cache_streams_the_tokens_of_generate(tiny):
+  model, params, tokens = tiny
+  ids = np.asarray(tokens[0, :9])
+  want = generation.generate(
+    model, params, ids[None], max_new_tokens=40, cache_format="e4m3"
+  )
+  cache = PrefixCache(model, params, 96, "e4m3")
+  made = list(stream(cache, ids, max_new_tokens=40))
+  np.testing.assert_array_equal(made, want[0, 9:])
+  assert {a.dtype.name for a in jax.tree.leaves(cache._cache.layers)} == {"uint8"}
+  # The next text shares a beginning, and its chunk is rounded alike.
+  longer = np.append(ids, ids[::-1])
+  fresh = PrefixCache(model, params, 96, "e4m3").logits(longer)
+  np.testing.assert_allclose(cache.logits(longer), fresh, atol=5e-5)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from mxjax import methods
 from mxjax.audit import plan
 from mxjax.layers import sizes
 from mxjax.layers.inference_packing import pack_for_inference
-from mxjax.models import families, load_config
+from mxjax.models import CausalLM, families, generation, load_config
 from mxjax.numerics.realization.activation_quantizers import FewCodes, OneCode
 from tests.conftest import GOLDEN
 from tests.evaluation.paper import PAPER
@@ -86,6 +87,17 @@ def test_the_packed_layout_is_what_a_run_stores(tiny_config, tiny_hires):
   without_cross = planned.loaded.pop("hires-next, bfloat16 tables")
   assert without_cross == sizes.size_report(packed)["total"]
   assert not planned.loaded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_is_what_a_model_allocates(tiny_config, dtype):
+  model = CausalLM(dataclasses.replace(tiny_config, dtype=dtype))
+  planned = plan.plan(model.config).cache
+  assert list(planned) == ["compute", "e4m3"]
+  for how, size in planned.items():
+    cache = jax.eval_shape(lambda how=how: generation.empty_cache(model, 2, 64, how))
+    leaves = jax.tree.leaves(cache.layers)
+    assert 2 * 64 * size == sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -17,7 +17,7 @@ from mxjax.cli import main as cli
 from mxjax.cli.main import main
 from mxjax.devices import kept_programs
 from mxjax.evaluation import estimates
-from mxjax.models import Tokenizer
+from mxjax.models import CausalLM, Tokenizer
 from mxjax.models.loading import embedded
 from mxjax.run import folder as run_folder
 from tests import tiny
@@ -98,6 +98,22 @@ def test_a_float_model_is_evaluated_and_continues_text(folder, mxjax):
   assert rest[2:4] in only(made) and rest[2:4] not in only(made - 1)
   last = ("--stop", rest[2:4], "--max-new-tokens", made)
   assert mxjax(*generate, "--seed", 1, *last)["end"] == "stop string"
+
+
+@pytest.mark.parametrize("words", [[], ["--cache", "e4m3"]])
+def test_generate_and_chat_keep_keys_and_values_as_asked(
+  folder, chat_folder, mxjax, monkeypatch, words
+):
+  made, make = [], CausalLM.empty_cache
+  keep = lambda self, *shape: made.append(shape[-1]) or make(self, *shape)
+  monkeypatch.setattr(CausalLM, "empty_cache", keep)
+  monkeypatch.setattr("sys.stdin", io.StringIO("the cat"))
+  few = ["--max-new-tokens", "2", *words]
+  jax.clear_caches()
+  assert mxjax("generate", folder, "--prompt", "the cat", *few)["tokens"] == 2
+  jax.clear_caches()
+  assert main(["chat", str(chat_folder), *few]) == 0
+  assert len(made) >= 2 and set(made) == {words[-1] if words else "compute"}
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ REFUSED = {
     ("run --prompt a --seed 4294967296", "expected a --seed below 4294967296"),
     ("run --prompt a --top-p 0.5", "--temperature above 0 beside --top-p, got"),
     ("run --prompt a --stop=", "expected --stop with some text"),
+    ("run --prompt a --cache int8", "invalid choice: 'int8'"),
     ("run --prompt a --compiled model/text.txt", "expected to read or write here"),
   ],
   "chat": [

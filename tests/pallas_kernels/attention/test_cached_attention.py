@@ -2,14 +2,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from mxjax.models import functional
+from mxjax.numerics import e4m3
 from mxjax.pallas_kernels.attention import cached_attention, prefill
 from mxjax.pallas_kernels.attention.cached_attention import Tile
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 from tests import refusals
+from tests.pallas_kernels import ptx_machine
 from tests.pallas_kernels.attention.problems import error, exact, problem
 
 
@@ -33,11 +36,11 @@ def cached(queries, keys, values, start, *, window=None, implementation=None):
 @functools.partial(jax.jit, static_argnames="tile")
 def launch(queries, keys, values, start, tile):
   """Outputs of the kernel cut so, with what `cached` gives it."""
-  new = [
+  new = tuple(
     jax.lax.dynamic_slice_in_dim(a, start, queries.shape[1], axis=1)
     for a in (keys, values)
-  ]
-  arguments = queries, *new, (keys, values), start
+  )
+  arguments = queries, new, (keys, values), start
   return cached_attention.launch(*arguments, tile=tile, interpret=True)[0].array()
 
 
@@ -142,7 +145,8 @@ def test_the_refinement_ends_attention_itself(new, head_dim, dtype):
   arrays = problem(2, new, 8, 2, 150, head_dim, dtype, seed=5)
   queries, keys, values = arrays
   past = keys[:, new:], values[:, new:]
-  made = queries, keys[:, :new], values[:, :new], past, jnp.int32(77)
+  newest = keys[:, :new], values[:, :new]
+  made = queries, newest, past, jnp.int32(77)
   outputs, _ = cached_attention.launch(*made, interpret=True)
   assert outputs.shape == (2, new, 8 * head_dim)
   assert outputs.flat().shape == (2 * new, 8 * head_dim)
@@ -196,5 +200,121 @@ def test_operands_of_two_dtypes_are_refused_and_without_a_gpu_the_compiled_kerne
   narrow = queries.astype(jnp.bfloat16)
   why_not = cached_attention.obstacle(narrow, keys, values, (keys, values))
   assert "got bfloat16, float32, float32, float32, float32" in why_not
+  # Sizes that Triton cannot address: bytes between 2 and 4 GiB.
+  array = jax.ShapeDtypeStruct
+  codes, scales = (
+    array((96, 2**17, 2, 128), jnp.uint8),
+    array((96, 2**17, 2), jnp.uint8),
+  )
+  past = (e4m3.ScaledE4M3(codes, scales),) * 2
+  assert "32 bits" in cached_attention.obstacle(queries, keys, values, past)
   with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
     cached(queries, keys, values, jnp.int32(0), implementation="pallas")
+
+
+@functools.partial(jax.jit, static_argnames=("window", "implementation"))
+def beside(queries, newest, past, start, *, window=None, implementation):
+  """Outputs of new tokens beside a cache, and the cache."""
+  how = {"window": window, "implementation": implementation}
+  made = functional.cached_attention(queries, *newest, past, start, **how)
+  return fused_inputs.as_array(made[0]), made[1]
+
+
+def ragged(arrays, starts, behind):
+  """New tokens of sequences of such lengths, and caches with `behind` after them."""
+  queries, *every = arrays
+  new = queries.shape[1]
+  newest = [
+    jnp.stack([row[start : start + new] for row, start in zip(a, starts, strict=True)])
+    for a in every
+  ]
+  is_past = np.arange(every[0].shape[1])[None] < np.asarray(starts)[:, None]
+  where = is_past[:, :, None, None]
+  past = tuple(jnp.where(where, a, jnp.asarray(behind, a.dtype)) for a in every)
+  return newest, past
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+  ("new", "dtype"), [(1, "float32"), (3, "bfloat16"), (40, "bfloat16")]
+)
+def test_every_sequence_has_a_length_of_its_own(new, dtype, window):
+  arrays = problem(3, new, 4, 2, 120, 32, dtype, seed=4)
+  starts = [0, 77, 120 - new]
+  newest, past = ragged(arrays, starts, np.nan)
+  start = jnp.asarray(starts, jnp.int32)
+  options = {"window": window, "implementation": "interpret"}
+  got, filled = beside(arrays[0], newest, past, start, **options)
+  _, zeros = ragged(arrays, starts, 0.0)
+  options["implementation"] = "xla"
+  plain, _ = beside(arrays[0], newest, zeros, start, **options)
+  for row, first in enumerate(starts):
+    one = [a[row : row + 1] for a in arrays]
+    want = exact(*one, first, window)
+    for outputs in (got, plain):
+      bound = 2e-6 if dtype == "float32" else 2.0**-7
+      assert error(outputs[row : row + 1], want) <= bound
+    for after, whole in zip(filled, arrays[1:], strict=True):
+      stop = first + new
+      np.testing.assert_array_equal(after[row, :stop], whole[row, :stop])
+      assert np.isnan(np.asarray(after[row, stop:], np.float32)).all()
+
+
+def rounded(arrays):
+  """Queries, and keys and values as an E4M3 cache gives them back."""
+  queries, *every = arrays
+  return [queries, *(e4m3.encode(a).decode(a.dtype) for a in every)]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+  ("new", "head_dim", "dtype"),
+  [(1, 32, "float32"), (1, 64, "bfloat16"), (3, 128, "bfloat16"), (40, 32, "bfloat16")],
+)
+def test_an_e4m3_cache_is_attention_over_rounded_keys_and_values(
+  new, head_dim, dtype, window
+):
+  arrays = problem(2, new, 4, 2, 90, head_dim, dtype, seed=6)
+  # Vectors of any size: scores and weights take the scales.
+  arrays[1] = arrays[1] * 2.0 ** jnp.arange(-2, 0, dtype=dtype)[None, None, :, None]
+  arrays[2] = arrays[2] * 2.0 ** jnp.arange(-30, -28, dtype=dtype)[None, None, :, None]
+  starts = [31, 90 - new]
+  start = jnp.asarray(starts, jnp.int32)
+  newest, past = ragged(arrays, starts, np.nan)
+  _, zeros = ragged(arrays, starts, 0.0)
+  options = {"window": window, "implementation": "interpret"}
+  got, filled = beside(
+    arrays[0], newest, tuple(map(e4m3.encode, past)), start, **options
+  )
+  options["implementation"] = "xla"
+  encoded = tuple(map(e4m3.encode, zeros))
+  plain, also_filled = beside(arrays[0], newest, encoded, start, **options)
+  for row, first in enumerate(starts):
+    want = exact(*(a[row : row + 1] for a in rounded(arrays)), first, window)
+    # By head, because values differ in size.
+    heads = lambda a: a.reshape(1, new, 2, -1).transpose(2, 0, 1, 3)
+    for outputs in (got, plain):
+      bound = 2e-6 if dtype == "float32" else 2.0**-7
+      for one, exactly in zip(heads(outputs[row : row + 1]), heads(want), strict=True):
+        assert error(one, exactly) <= bound
+    for written in (filled, also_filled):
+      for kept, whole in zip(written, arrays[1:], strict=True):
+        stop, made = first + new, e4m3.encode(whole)
+        np.testing.assert_array_equal(kept.codes[row, :stop], made.codes[row, :stop])
+        np.testing.assert_array_equal(kept.scales[row, :stop], made.scales[row, :stop])
+  # Nothing behind the new tokens is written.
+  assert (np.asarray(filled[0].scales[0, starts[0] + new :]) == 255).all()
+
+
+def test_ptx_decodes_every_pair_of_codes():
+  first, second = np.divmod(np.arange(1 << 16, dtype=np.uint32), 256)
+  word = first | second << 16
+  got = ptx_machine.run(cached_attention.E4M3_PTX, word)
+  codes = np.stack([first, second], axis=1).astype(np.uint8)
+  want = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+  want = np.where(np.isnan(want), np.where(codes < 128, 480, -480), want)
+  values = got.view(np.uint32)[:, None] >> np.array([0, 16], np.uint32) << 16
+  np.testing.assert_array_equal(values.astype(np.uint32).view(np.float32), want)
+  plain = np.asarray(cached_attention.e4m3_values(jnp.asarray(codes)))
+  np.testing.assert_array_equal(plain, want)
+  np.testing.assert_array_equal(np.signbit(plain), np.signbit(want))
