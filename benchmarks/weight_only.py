@@ -3,9 +3,9 @@
   python benchmarks/weight_only.py [smollm2 llama qwen3 mistral olmo2]
 
 It calls `mxjax compare`, as a person would. Small models are calibrated and measured on
-16 x 256 tokens, SmolLM2-135M-Instruct on 4 x 512. Rows are kept in runs/, so that a
-killed run goes on where it was; the result holds the rows that are there. Bytes are all
-that are stored, over those of the model in bfloat16.
+16 x 256 tokens, SmolLM2-135M-Instruct on 4 x 512. Rows that the result file or runs/
+has are not made again, so that a killed run goes on where it was. Bytes are all that
+are stored, over those of the model in bfloat16.
 """
 
 import json
@@ -24,25 +24,29 @@ SHOWN = {"smollm2": "SmolLM2-135M-Instruct"}
 FORMS = "W4A4", "W4A16"
 
 
-def words(model):
-  """The arguments of a model's comparison."""
+def names(method):
+  """The two forms of a method as a command names them, and as its rows do."""
+  weights = f"{method}:activations=float"
+  return {method: method, weights: f"{weights} [W4A16]"}
+
+
+def words(model, methods):
+  """The arguments of a model's comparison of these methods."""
   count, length = map(str, SHAPES.get(model, SMALL))
-  pairs = [
-    name for method in METHODS for name in (method, f"{method}:activations=float")
-  ]
   return [
     "compare",
     *([] if model == "smollm2" else [f"models/trained/{model}"]),
-    *("--methods", ",".join(pairs), "--dtype", "float32"),
+    *("--methods", ",".join(methods), "--dtype", "float32"),
     *("--sequences", count, "--length", length),
     *("--windows", count, "--window-length", length),
     *("--operator-error", "--agreement", "--out", str(RUNS / model)),
   ]
 
 
-def kept(model):
+def finished(model):
   """The finished rows of a comparison, without what they recorded by layer."""
-  rows = [json.loads(file.read_text()) for file in (RUNS / model / "rows").glob("*")]
+  files = (RUNS / model).glob("rows/*")
+  rows = [json.loads(file.read_text()) for file in files]
   slim = lambda row: {key: value for key, value in row.items() if key != "record"}
   return {row["method"]: slim(row) for row in rows}
 
@@ -54,9 +58,8 @@ def table(models):
   lines = []
   for model, rows in models.items():
     for method in METHODS:
-      names = method, f"{method}:activations=float [W4A16]"
-      pair = [rows[name] for name in names if name in rows]
-      if len(pair) < len(names):
+      pair = [rows[name] for name in names(method).values() if name in rows]
+      if len(pair) < len(FORMS):
         continue
       [exact] = pair[0]["float_perplexity"].values()
       texts = [next(iter(row["perplexity"].values())) for row in pair]
@@ -77,15 +80,22 @@ def table(models):
 def main():
   parser = common.parser(__doc__)
   parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
-  parser.add_argument("--keep", action="store_true", help="only collect finished rows")
+  parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
   options = parser.parse_args()
-  for model in () if options.keep else options.models:
-    if code := cli.main(words(model)):
-      raise SystemExit(f"mxjax {' '.join(words(model))} ended with {code}")
-  models = {model: rows for model in MODELS if (rows := kept(model))}
-  commands = {model: f"mxjax {' '.join(words(model))}" for model in models}
-  result = {**common.stamp(), "commands": commands, "models": models}
-  common.write(options.out, result, table(models))
+  result = common.read(options.out, {"models": {}})
+  for model in options.models:
+    rows = result["models"].setdefault(model, {})
+    rows |= finished(model)
+    asked = {told: row for one in options.methods for told, row in names(one).items()}
+    if missing := [told for told, row in asked.items() if row not in rows]:
+      arguments = words(model, missing)
+      if code := cli.main(arguments):
+        raise SystemExit(f"mxjax {' '.join(arguments)} ended with {code}")
+      rows |= finished(model)
+    # Each row says itself which command made it.
+    models = {name: result["models"].get(name, {}) for name in MODELS}
+    result = {**common.stamp(), "models": models}
+    common.write(options.out, result, table(models))
 
 
 if __name__ == "__main__":

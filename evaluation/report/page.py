@@ -231,8 +231,8 @@ def verdict(runs: Sequence[Run]) -> str:
   if size := run.get("size"):
     parts.append(
       f"stores {size['quantized_linears']['bits_per_weight']:.3g} bits a weight, "
-      f"{numbers.size(size['total'])} in all, {1 / size['ratio']:.2f} times the size "
-      "of BF16"
+      f"{numbers.size(size['total'])} in all, "
+      f"{size['total'] / size['bf16_total']:.2f} times the size of BF16"
     )
   for name, found in (run["perplexity"] or {}).items():
     said = f"has a perplexity of {numbers.number(found['mean'])} on {name}"
@@ -433,6 +433,22 @@ def _words(value: Any) -> str:
   return value if isinstance(value, str) else " and ".join(value)
 
 
+def _gate(found: Mapping[str, Any] | None) -> str:
+  """Says what the sanity gate compared, on calibration tokens that no test has."""
+  if not found:
+    return "not run"
+  if "divergence" not in found:
+    return (
+      f"outputs off by {found['relative_error']:.2%} of their square, on "
+      f"{found['examples']} calibration examples"
+    )
+  return (
+    f"KL {numbers.number(found['divergence'])} nats a token, the same likeliest token "
+    f"at {found['agreement']:.1%}, loss {found['quantized_loss']:.3f} beside "
+    f"{found['float_loss']:.3f}; {found['tokens']} predictions of calibration tokens"
+  )
+
+
 def provenance(run: Run) -> str:
   """Shows what another result must share to be comparable, and what made this one."""
   record, made_by = run["record"], run.get("made_by") or {}
@@ -454,6 +470,7 @@ def provenance(run: Run) -> str:
     or "unknown",
     "time": ", ".join(f"{name} {numbers.seconds(n)}" for name, n in seconds.items()),
     "peak memory": "unknown" if peak is None else numbers.size(peak),
+    "sanity gate": _gate(record.get("sanity")),
     **{key: made_by[key] for key in ("date", "command", "device") if key in made_by},
   }
   if versions := made_by.get("versions"):

@@ -336,7 +336,8 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       got=f"one for each of {', '.join(nested)}"
       if nested
       else f"type {kind} on the fraction {1.0 if partial is None else partial}",
-      mend="choose another checkpoint",
+      mend="choose a checkpoint whose rotary frequencies are not changed so: with "
+      "others every logit would be another",
     )
   read = ROPE_READ | (set(ROPE_NAMES.values()) if kind == "llama3" else set())
   unread = [f"{k}={v!r}" for k, v in rope.items() if k not in read and v is not None]

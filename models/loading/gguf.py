@@ -250,7 +250,7 @@ def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -
       "GGUF file",
       expected=f"an architecture of {', '.join(ARCHITECTURES)}",
       got=architecture,
-      mend="choose a model of a supported architecture",
+      mend="load the Hugging Face folder of this model, which more families have",
     )
   if (kind := field(reader, "general.type")) not in MODEL_TYPES:
     raise NotImplementedRefusal(
@@ -264,7 +264,7 @@ def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -
     raise NotImplementedRefusal(
       "GGUF file",
       expected="no rotary scaling",
-      got=f"{scaling} or rope_freqs.weight",
+      got="rope_freqs.weight" if scaling == "none" else f"the type {scaling}",
       mend="load the Hugging Face folder of this model",
     )
 

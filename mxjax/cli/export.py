@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
       "export",
       expected=f"--model with the {what} of the float model",
       got="none" if model is None else f"{model}, which is none",
-      mend="correct the path",
+      mend="pass its path" if model is None else "correct the path",
     )
   if not 0 < options.shard_gb < float("inf"):
     raise ValueRefusal("export", "a finite --shard-gb above 0", got=options.shard_gb)
@@ -139,6 +139,7 @@ def run(options: argparse.Namespace) -> None:
   dropped = features.parse(options.drop)
   folder = subjects.checkpoint_folder(options.checkpoint)
   source = _open(folder)
+  shared.fit_lengths(options, source.config.max_positions)
   # Features that the format cannot hold are rejected before anything is measured.
   params = _check(options, dropped, source)
   record: dict[str, Any] = {"dropped": list(dropped)}

@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
   parser = shared.Parser(
     prog="mxjax",
     usage="mxjax COMMAND ...",
-    description="Strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.",
+    description="Quantizes decoder language models to strict MXFP4 W4A4, in JAX.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.set_defaults(distributed=False, compiled_kept=None, log="bars")

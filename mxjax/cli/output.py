@@ -3,10 +3,11 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import progress as rich_progress
@@ -22,7 +23,10 @@ from mxjax.run.progress import OnProgress, Progress
 from mxjax.run.reporting import Clock, Heartbeat, lines
 
 STDERR = Console(stderr=True)
-STDOUT = Console()
+WIDE = 200
+"""Columns of a table in a file or a pipe, where no terminal's width limits it."""
+_is_limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+STDOUT = Console(width=None if _is_limited else WIDE)
 Begin = Callable[[str], OnProgress]
 """Starts the display of a method's progress."""
 _heartbeats: list[Heartbeat] = []
@@ -70,11 +74,13 @@ def task_table(result: dict[str, Any]) -> Table:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-  """Builds the final table of `compare` and `demo`, with a column a measure asked for.
+  """Builds the final table: BF16, RTN if a row has it beside it, and the rows.
 
-  Its short names and few digits leave room for three tests in 80 columns.
+  There is a column for each measure that was asked for. Short names and few digits
+  leave room for three tests in 80 columns.
   """
   good = [row for row in rows if "error" not in row]
+  shown_rows = page.shown(rows)
   cells = [_cells(row) for row in good]
   heads = [
     head
@@ -87,17 +93,17 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     exact |= {"KL, nats": "0", "flips": "0", "bits a weight": "16"}
     exact["size, MiB"] = f"{good[0]['size']['bf16_total'] / 2**20:.4g}"
     body.append(["BF16", *(exact.get(head, "-") for head in heads)])
-  for row in rows:
+  for row in shown_rows:
     if "error" in row:
       body.append([row["method"], "failed", *[""] * (len(heads) - 1)])
     else:
       shown = _cells(row)
       body.append([row["method"], *(shown[head] or "-" for head in heads)])
   note = "; ".join(f"{row['method']}: {row['error']}" for row in rows if "error" in row)
-  return Table(provenance.forms(rows), ("method", *heads), body, note)
+  return Table(provenance.forms(shown_rows), ("method", *heads), body, note)
 
 
-def _cells(row: dict[str, Any]) -> dict[str, str | None]:
+def _cells(row: Mapping[str, Any]) -> dict[str, str | None]:
   """Returns the cells of a method by the head of their column; None: not measured."""
   cells: dict[str, str | None] = {}
   for name, result in row["perplexity"].items():
@@ -250,7 +256,7 @@ def _begin_bar(shown: rich_progress.Progress, method: str) -> OnProgress:
       # Later layers have the shapes of the first, whose programs are compiled.
       compiling = ", compiling" if now.layer == first else ""
       text = f"layer {now.layer + 1}/{now.layers}: {text}{compiling}"
-    _, left = clock.update(now.fraction)
+    _, left = clock.update(now.fraction, now.layer)
     about = f"{numbers.about(left)} left" if left else ""
     shown.update(task, completed=now.fraction, description=text, left=about)
 
@@ -261,7 +267,7 @@ def _begin_events(method: str) -> OnProgress:
   clock = Clock()
 
   def update(now: Progress) -> None:
-    spent, left = clock.update(now.fraction)
+    spent, left = clock.update(now.fraction, now.layer)
     stage(f"{method}, layer {now.layer + 1}/{now.layers}: {now.stage}")
     emit(
       "progress",

@@ -21,11 +21,11 @@ def add_parser(commands: Any) -> None:
   parser = commands.add_parser(
     "plan",
     help="what quantizing a model will take, from its config alone",
-    description="Prints parameters, blocks, storage, memory, disk and passes of HiRes "
-    "on MODEL; reads no weights. Memory is a rule of thumb for a process on CPU: "
-    "Python, JAX and compiled programs, the model or the layer in work, hidden "
-    "states, captured inputs, Hessians and a workspace, and an eighth on top. "
-    "Evaluating the quantized model afterwards is not in it.",
+    description="Prints parameters, blocks, storage, memory, disk and passes on MODEL, "
+    "of HiRes without --method; reads no weights. Memory is a rule of thumb for a "
+    "process on CPU: Python, JAX and compiled programs, the model or the layer in "
+    "work, hidden states, captured inputs, Hessians and a workspace, and an eighth on "
+    "top. Evaluating the quantized model afterwards is not in it.",
   )
   shared.add(parser, "model", "--sequences", "--length", "--on-disk")
   shared.add(parser, "--dtype")
@@ -34,8 +34,9 @@ def add_parser(commands: Any) -> None:
   parser.add_argument(
     "--method",
     metavar="NAMES",
-    help="also the bytes that each of these stores, by what takes them: a comma list "
-    f"of all, paper, or {shared.METHOD_HELP}",
+    help="the bytes that each of these stores, by what takes them, and its time, in "
+    "place of HiRes' storage; memory, disk and passes stay those of HiRes: a comma "
+    f"list of all, paper, or {shared.METHOD_HELP}",
   )
   shared.add(parser, "--json")
   parser.set_defaults(run=run)
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.audit import plan
   from mxjax.cli import inputs, output
   from mxjax.devices import mesh as meshes
-  from mxjax.evaluation.estimates import expected_seconds
+  from mxjax.evaluation import estimates
   from mxjax.evaluation.subjects import stays_on_disk
 
   programs = [methods.get(name) for name in shared.method_names(options.method or "")]
@@ -67,20 +68,30 @@ def run(options: argparse.Namespace) -> None:
     asked = {"stored": stored} if stored else {}
     print(json.dumps(planned.to_dict() | asked))
     return
-  seconds = expected_seconds(planned, ["hires"], options.mesh)
-  for table in _tables(planned, inputs.model_name(options), seconds):
-    output.print_table(table)
+  rate = estimates.products_a_second(planned.dtype)
+  seconds = {
+    name: estimates.expected_seconds(planned, [name], options.mesh, rate=rate)
+    for name in ("hires", *stored)
+    if methods.base_name(name) not in estimates.LEARNING
+  }
   if stored:
-    output.print_table(_stored_table(stored))
+    output.print_table(_stored_table(stored, seconds))
+  else:
+    for table in _storage_tables(planned, inputs.model_name(options)):
+      output.print_table(table)
+  output.print_table(_cache_table(planned))
+  output.print_table(_work_table(planned, seconds["hires"]))
 
 
-def _stored_table(stored: Mapping[str, Mapping[str, Any]]) -> "Table":
-  """Builds a line a method: MiB by part, all of them, and against bfloat16."""
+def _stored_table(
+  stored: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float | None]
+) -> "Table":
+  """Builds a line a method: MiB by part, all of them, against bfloat16, and time."""
+  from mxjax.evaluation.report import numbers
   from mxjax.evaluation.report.tables import Table
 
   parts = {
-    "codes": ("codes",),
-    "scales": ("scales",),
+    "codes": ("codes", "scales"),
     "maps": ("maps",),
     "tables": ("tables",),
     "rest": ("recovery", "embedding", "head", "others"),
@@ -92,22 +103,21 @@ def _stored_table(stored: Mapping[str, Mapping[str, Any]]) -> "Table":
       *(f"{sum(found[p] for p in of) / 2**20:.4g}" for of in parts.values()),
       f"{found['total'] / found['bf16']:.3f}",
       f"{found['bits_per_weight']:.2f}",
+      numbers.about(taken) if (taken := seconds.get(name)) else "-",
     ]
     for name, found in stored.items()
   ]
   note = (
-    "rest: embedding, head, norms, biases and recovery; bits: of a quantized weight, "
-    "maps and tables included"
+    "codes: with their scales; rest: embedding, head, norms, biases and recovery; "
+    "bits: of a quantized weight, maps and tables included; build: about, on this "
+    "machine, where a run has been timed"
   )
-  heads = ("method", *parts, "of BF16", "bits")
+  heads = ("method", *parts, "of BF16", "bits", "build")
   return Table("stored MiB by method", heads, lines, note)
 
 
-def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
-  """Builds the tables: storage, the loaded model, its cache, then the work.
-
-  `seconds` are those of a HiRes run here, or None if nothing tells.
-  """
+def _storage_tables(planned: "Plan", name: str) -> "list[Table]":
+  """Builds the tables of what a HiRes model stores, and takes when it is loaded."""
   from mxjax.evaluation.report import numbers
   from mxjax.evaluation.report.tables import Table
 
@@ -120,9 +130,6 @@ def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
     "embedding, norms, head, biases": planned.rest,
     "packed layout (ours)": planned.packed_total,
   }
-  memory = {f"memory, {part}": size for part, size in planned.memory.items()}
-  memory["peak memory, by a rule of thumb"] = planned.peak
-  disk = {f"disk, {place}": size for place, size in planned.disk.items()}
   written = lambda sizes: [[what, numbers.size(size)] for what, size in sizes.items()]
   ratio, word = planned.bf16 / planned.packed_total, "smaller"
   if ratio < 1:
@@ -131,20 +138,23 @@ def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
     [label, numbers.size(size), f"{size / planned.bf16:.3f}"]
     for label, size in planned.loaded.items()
   ]
-  work = [
-    *written(memory | disk),
-    ["passes through the model", str(planned.model_passes)],
-    ["passes over each linear's inputs", str(planned.reductions)],
-    ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
-    ["products that hires-next adds", f"{planned.prediction_flops:.3g} FLOP"],
-    *([["time on this machine, about", numbers.about(seconds)]] if seconds else []),
-  ]
   bits = f"{planned.bits_per_weight:.3f}"
   storage = [
     *written(sizes),
     ["packed against bfloat16", f"{ratio:.2f} x {word}"],
     ["bits a quantized weight, scales and auxiliary included", bits],
   ]
+  return [
+    Table(f"{name}: storage of HiRes", ("what", "size"), storage),
+    Table("loaded and packed, HiRes", ("storage", "memory", "to bfloat16"), loaded),
+  ]
+
+
+def _cache_table(planned: "Plan") -> "Table":
+  """Builds a line a format of the cache: bytes of a token, and of a long sequence."""
+  from mxjax.evaluation.report import numbers
+  from mxjax.evaluation.report.tables import Table
+
   cache = [
     [
       planned.dtype if how == "compute" else how,
@@ -153,11 +163,26 @@ def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
     ]
     for how, size in planned.cache.items()
   ]
-  cached = "cache", "a token", f"{CONTEXT:,} tokens", f"to {planned.dtype}"
-  place = "on disk" if planned.on_disk else "in memory"
-  return [
-    Table(f"{name}: storage", ("what", "size"), storage),
-    Table("loaded and packed, HiRes", ("storage", "memory", "to bfloat16"), loaded),
-    Table("keys and values of a sequence", cached, cache),
-    Table(f"a run in {planned.dtype}, layers {place}", ("what", "amount"), work),
+  heads = "cache", "a token", f"{CONTEXT:,} tokens", f"to {planned.dtype}"
+  return Table("keys and values of a sequence", heads, cache)
+
+
+def _work_table(planned: "Plan", seconds: float | None) -> "Table":
+  """Builds the table of what a HiRes run needs; `seconds` are None if nothing tells."""
+  from mxjax.evaluation.report import numbers
+  from mxjax.evaluation.report.tables import Table
+
+  needed = {f"memory, {part}": size for part, size in planned.memory.items()}
+  needed["peak memory, by a rule of thumb"] = planned.peak
+  needed |= {f"disk, {place}": size for place, size in planned.disk.items()}
+  work = [
+    *([what, numbers.size(size)] for what, size in needed.items()),
+    ["passes through the model", str(planned.model_passes)],
+    ["passes over each linear's inputs", str(planned.reductions)],
+    ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
+    ["products that hires-next adds", f"{planned.prediction_flops:.3g} FLOP"],
+    *([["time on this machine, about", numbers.about(seconds)]] if seconds else []),
   ]
+  place = "on disk" if planned.on_disk else "in memory"
+  title = f"a run in {planned.dtype}, layers {place}, by HiRes"
+  return Table(title, ("what", "amount"), work)

@@ -120,9 +120,6 @@ def run(options: argparse.Namespace) -> None:
   prepared = inputs.prepare(options, [options.method], mesh)
   is_leader = processes.is_leader()
   tell = output.teller(options.log)
-  if is_leader:
-    formats = ", ".join(export.formats(options.method))
-    tell(f"a model of {options.method} can be exported as {formats}")
   form = options.log if is_leader else "none"
   how = builds.BuildOptions(
     chunk=options.chunk,
@@ -156,3 +153,5 @@ def run(options: argparse.Namespace) -> None:
   if options.log == "json":
     output.emit("finished", out=str(folder))
   output.print_rows([row], folder, as_json=options.json)
+  forms = ", ".join(export.formats(options.method))
+  tell(f"next: mxjax export {folder} --out OUT --format FORMAT, one of {forms}")

@@ -45,7 +45,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
     JSON-ready: `quantized_linears` (bytes of `codes`, `scales`, `maps`, `rounding`,
     their `total`, the number of `weights` and `bits_per_weight` with every table),
     `recovery`, `other` (embeddings, norms, head, biases), `total`, `bf16_total`, and
-    `ratio`, the whole model's bfloat16 size over its total.
+    `bf16_over_total`, how many times smaller the whole model is than in bfloat16.
   """
   linears = dict.fromkeys(("codes", "scales", "maps", "rounding"), 0)
   recovery = other = values = weights = 0
@@ -74,7 +74,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
     "other": other,
     "total": total,
     "bf16_total": bf16_total,
-    "ratio": bf16_total / total if total else None,
+    "bf16_over_total": bf16_total / total if total else None,
   }
 
 

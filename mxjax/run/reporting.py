@@ -26,6 +26,8 @@ COMPILING = "/jax/core/compile/backend_compile_duration"
 BRIEF = 1.0
 """Seconds of compiling after which a `Heartbeat` names the program."""
 _COUNTED = re.compile(r"(.+?) \d+/\d+")
+Estimate = tuple[float, float | None]
+"""Elapsed seconds, and remaining ones if they are known."""
 
 
 def span(seconds: float) -> str:
@@ -36,21 +38,37 @@ def span(seconds: float) -> str:
 
 
 class Clock:
-  """Estimates the remaining time of work that reports its completed fraction."""
+  """Estimates the remaining time of work that reports its completed fraction.
+
+  Work by layers compiles its programs in the first one, which may take longer than all
+  that follow: an estimate counts from the second layer on.
+  """
 
   def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
     self._now = now
+    self._begun: float | None = None
+    self._first_layer: int | None = None
     self._start: tuple[float, float] | None = None
 
-  def update(self, fraction: float) -> tuple[float, float | None]:
-    """Returns elapsed seconds, and remaining seconds once they can be estimated."""
-    # It starts at the first report: work of an earlier process took no time here.
-    self._start = self._start or (self._now(), fraction)
-    begun, first = self._start
-    spent = self._now() - begun
+  def update(self, fraction: float, layer: int | None = None) -> Estimate:
+    """Notes what is finished, in which `layer` if the work has such.
+
+    Returns:
+      Elapsed seconds, and remaining seconds once they can be estimated: never in the
+      first layer that is reported.
+    """
+    now = self._now()
+    if self._begun is None:
+      self._begun, self._first_layer = now, layer
+    spent = now - self._begun
+    if layer is not None and layer == self._first_layer:
+      return spent, None
+    # Nor does it count what an earlier process did, in no time of this one.
+    self._start = self._start or (now, fraction)
+    began, first = self._start
     if fraction <= first:
       return spent, None
-    return spent, spent * (1 - fraction) / (fraction - first)
+    return spent, (now - began) * (1 - fraction) / (fraction - first)
 
 
 class Heartbeat:
@@ -135,22 +153,25 @@ def lines(
 
   `heartbeat` learns of every stage, so that it can name the one that takes long.
   """
-  clock, last = Clock(), None
+  clock, last, first = Clock(), None, None
 
   def update(now: Progress) -> None:
-    nonlocal last
+    nonlocal last, first
+    first = now.layer if first is None else first
     counted = _COUNTED.match(now.stage)
     text, stage, where = now.stage, "", counted[1] if counted else now.stage
+    about = ""
     if not counted and now.stage != SANITY:
       text, stage = f"layer {now.layer + 1}/{now.layers}", f": {now.stage}"
       where = now.layer
-    spent, left = clock.update(now.fraction)
+      about = ", compiling as the first" if now.layer == first else ""
+    spent, left = clock.update(now.fraction, now.layer)
     if heartbeat:
       heartbeat.at(f"{method}, {text}{stage}")
     if where == last:
       return
     last = where
-    about = f", about {span(left)} left" if left else ""
+    about = f", about {span(left)} left" if left else about
     tell(f"{method}, {text} ({now.fraction:.0%} after {span(spent)}{about})")
 
   return update

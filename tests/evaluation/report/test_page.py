@@ -90,7 +90,7 @@ def run(method="hires", layers=3, mapped=True):
     "size": {
       "quantized_linears": BYTES | {"weights": 1000, "bits_per_weight": 5.04},
       **{"recovery": 20, "other": 400, "total": 1050},
-      **{"bf16_total": 2400, "ratio": 2400 / 1050},
+      **{"bf16_total": 2400, "bf16_over_total": 2400 / 1050},
     },
     "arithmetic": {
       **{"model": "bfloat16", "maps": ["bfloat16", "float32"]},
@@ -223,7 +223,7 @@ def test_only_what_was_measured_is_said_and_the_rest_is_named(tmp_path):
 
 def test_larger_is_larger(tmp_path):
   large = copy.deepcopy(run())
-  large["size"] |= {"ratio": 0.5, "total": 4800}
+  large["size"] |= {"total": 4800}
   assert "2.00 times the size of BF16" in report.verdict([large])
   told = "hires is larger than half of BF16 here: "
   assert f"{told}what is not quantized" in written([large], tmp_path)
@@ -373,6 +373,11 @@ def test_drawings_are_well_formed_and_hold_only_numbers(tmp_path):
   for drawing in drawings:
     xml.etree.ElementTree.fromstring(drawing)
     assert not re.search(r'="[^"]*(nan|inf)\b', drawing)
+
+
+def test_what_the_gate_compared(tmp_path):
+  told = "KL 0.0625 nats a token, the same likeliest token at 87.5%, loss 2.750 beside"
+  assert told in Page(written([run()], tmp_path)).text
 
 
 def test_a_run_without_size_or_gate(tmp_path):

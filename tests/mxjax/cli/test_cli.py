@@ -83,7 +83,7 @@ def test_a_float_model_is_evaluated_and_continues_text(folder, mxjax):
   evaluate = ["evaluate", folder, "--data", folder / "text.txt", *WINDOWS]
   row = mxjax(*evaluate)
   assert row["perplexity"]["text"]["mean"] > 1
-  assert row["size"]["ratio"] == 1.0
+  assert row["size"]["bf16_over_total"] == 1.0
   assert "mxjax quantize" not in mxjax(*evaluate, as_json=False)
   generate = ["generate", folder, "--prompt", "the cat", "--temperature", 3]
   texts = [mxjax(*generate, "--seed", seed)["text"] for seed in (1, 1, 2)]
@@ -289,6 +289,7 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
     "plan", config, "--method", "hires,gptq:activations=float", as_json=False
   )
   assert "stored MiB by method" in told and "[W4A16]" in told
+  assert "storage of HiRes" not in told and "build" in told
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -74,6 +74,14 @@ def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
   assert mean == measured["with what was dropped left out"]
 
 
+def test_windows_are_as_long_as_the_model_allows_where_nobody_says(
+  saved, tiny_config, tmp_path, mxjax
+):
+  words = ["export", saved[0], "--format", "safetensors", "--out", tmp_path / "out"]
+  manifest = mxjax(*words, "--data", saved[0] / "text.txt", "--windows", 2)
+  assert manifest["evaluation"]["windows"] == [2, tiny_config.max_positions]
+
+
 def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
   first, second = tmp_path / "transforms", tmp_path / "state"
   extra = ("--windows", 0)

@@ -40,6 +40,18 @@ def test_time_left_is_that_of_the_work_seen():
   assert clock.update(1.0) == (20.0, 0.0)
 
 
+def test_time_left_does_not_count_the_layer_that_compiles():
+  now = [0.0]
+  clock = reporting.Clock(lambda: now[0])
+  assert clock.update(0.0, 0) == (0.0, None)
+  now[0] = 60.0
+  assert clock.update(0.1, 0) == (60.0, None)
+  # The second layer begins: nothing is known of a layer without compilation.
+  assert clock.update(0.2, 1) == (60.0, None)
+  now[0] = 65.0
+  assert clock.update(0.4, 2) == (65.0, pytest.approx(15.0))
+
+
 class TestStopper:
   NOW = Progress(0, 2, "calibration", 0.0)
 
@@ -222,6 +234,10 @@ def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
     words
   )
   assert "batquant: ValueError: too little memory" in text.getvalue()
+  baseline = {key: row[key] for key in row if key != "float_perplexity"}
+  beside = row | {"baseline": baseline | {"method": "rtn"}}
+  names = [cells[0] for cells in output.comparison_table([beside]).rows]
+  assert names == ["BF16", "rtn", row["method"]]
   plain = row | {"agreement": None, "operator_error": None}
   assert not {"KL", "flips", "operator error"} & set(
     output.comparison_table([plain]).head

@@ -90,7 +90,8 @@ def test_a_line_for_each_layer_and_each_stage_outside_them():
     "gptq, sanity gate",
     "gptq, scale distillation 0/8, KL 0.1",
   ]
-  assert "(50% after 0 s, about 0 s left)" in said[1]
+  assert "(0% after 0 s, compiling as the first)" in said[0]
+  assert "(50% after 0 s)" in said[1] and ", about 0 s left)" in said[3]
 
 
 def test_logging_that_a_program_has_configured_is_used_as_it_is(caplog, capsys):

@@ -271,5 +271,5 @@ def test_sizes_add_up(params):
   held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
   assert report["total"] == held
   assert report["bf16_total"] == 2 * (weights + values)
-  assert report["ratio"] == report["bf16_total"] / held
+  assert report["bf16_over_total"] == report["bf16_total"] / held
   assert sizes.size_report(jax.eval_shape(lambda: params)) == report
