@@ -25,6 +25,7 @@ writes results/NAME.json, without records by layer, and NAME.md for the document
 
 import json
 import pathlib
+import shlex
 
 import common
 import numpy as np
@@ -92,7 +93,7 @@ def call(*words):
   arguments = [str(word) for word in words]
   if code := cli.main(arguments):
     raise SystemExit(f"mxjax {' '.join(arguments)} ended with {code}")
-  return "mxjax " + " ".join(arguments)
+  return shlex.join(["mxjax", *arguments])
 
 
 def slim(row):

@@ -19,7 +19,7 @@ import time
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-PLACES = ("--data", "--out", "--compiled", "--consumer")
+PLACES = ("--data", "--german", "--out", "--compiled", "--consumer")
 """Options that say where something lies, which no result tells."""
 KEPT_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 """The variable by which JAX keeps compiled programs for other processes."""

@@ -5,19 +5,36 @@
 
 Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
 documents in the file, of 2,048 tokens for SmolLM2-135M and of 512 for a small trained
-model. Test windows of the same length, 8 each (16 for a small model), are the first of
-WikiText-2 and rows 40 and on of the C4 documents, which no draw reads. KL is from
-the float model, in nats a token; differences of log perplexity and of KL from `hires I
-+ II` on the same draw are paired by window, with their standard error. The result file
-is rewritten after every row; rows already in it are kept. With `--runs` each build
-writes a run folder, as `mxjax quantize` does, and keeps its gradients there.
+model. Windows to measure on have the same length, 8 of each text (16 for a small
+model), and there are four kinds of text, none of which any draw reads:
+
+  WikiText-2   the test set from its start
+  C4           rows 40 and on of the documents
+  Python       modules of Python's own standard library
+  German       messages of GNU coreutils in German, the catalogue that `--german` names
+
+The weight of the labels is chosen on half as many other windows of each kind, which
+`validation` of the result has for the rows that differ in it. KL is from the float
+model, in nats a token; differences of log perplexity and of KL are paired by window,
+with their standard error.
+
+The control `float, labels` is the float model with the factors that `hires-next` learns
+instead, from the same labels in the same steps: what it gains is adaptation to the
+calibration text, and no quantization is in it.
+
+The result file is rewritten after every row. Rows already in it are kept if code, texts
+and options are the same, and refused otherwise: one file has the rows of one code. With
+`--runs` each build writes a run folder, as `mxjax quantize` does, and keeps its
+gradients there.
 """
 
-import argparse
 import dataclasses
 import functools
+import gettext
+import hashlib
 import json
 import pathlib
+import sysconfig
 import time
 
 import common
@@ -26,26 +43,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax import methods, models
-from mxjax.calibration import streams
-from mxjax.calibration.calibration import Calibration
+from mxjax.calibration import gradients, streams
+from mxjax.calibration.calibration import Calibration, replace_weights
 from mxjax.devices import execution, kept_programs
+from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import ScaleDistillation
+from mxjax.numerics import mxfp4
+from mxjax.run import tune
 from mxjax.run.quantize import run
 from mxjax.run.record import peak_memory_bytes
 
-HERE = pathlib.Path(__file__).parent / "results"
 LENGTH, CHUNK = 2048, 256
 SMALL, WINDOWS = 512, 16
-REFERENCE, PAPER = "hires I + II", "hires"
+REFERENCE, PAPER, NEXT = "hires I + II", "hires", "hires-next"
+FLOAT, CONTROL = "float", "float, labels"
+NO_LABELS = f"{NEXT}+tune:label_weight=0"
+GERMAN = pathlib.Path("/usr/share/locale/de/LC_MESSAGES/coreutils.mo")
 WITHOUT_BOTH = ":use_interaction=false:use_balance=false"
-OLDER = ":chart=reference:max_condition=8:damping=0.01"
-"""Options of `hires-next` before the geometric chart."""
+WEIGHTS = {NO_LABELS: "0", f"{NEXT}+tune:label_weight=0.06": ".06", NEXT: ".45"}
+"""Rows that differ in the most that labels weigh, of which `hires-next` has the last.
+
+Its own weight is less where 2.25 times the divergence is.
+"""
+DEFAULT_ROWS = [
+  FLOAT,
+  PAPER,
+  NEXT,
+  CONTROL,
+  *[name for name in WEIGHTS if name != NEXT],
+]
 LABELS = {
   WITHOUT_BOTH: ", K = 0, D = I",
-  OLDER: ", older",
   ":two_sided=false": ", one-sided",
   ":recover=attention+mlp": ", recovery",
-  "+tune:epochs=3:length=1024:label_weight=0": ", three passes, no labels",
+  "+tune:label_weight=0.": ", labels at most .",
   "+tune:label_weight=0": ", no labels",
 }
 """How tables show options of `hires-next`."""
@@ -67,35 +98,105 @@ ROWS = {
 }
 
 
-def texts(data):
-  """Calibration rows by draw and test windows by name."""
-  tokenizer = models.load_tokenizer(None)
-  lines = (data / "c4" / "c4_en_train_first1000.jsonl").read_text().splitlines()
-  ids = tokenizer.encode("\n\n".join(json.loads(line)["text"] for line in lines))
-  rows = np.asarray(ids[: 48 * LENGTH], np.int32).reshape(48, LENGTH)
-  fixed = np.load(data / "c4" / "smollm2_calib_16x2048.npy")
-  assert (rows[:16] == fixed).all(), "the tokenizer is not that of the fixed ids"
-  wikitext = np.load(data / "wikitext2" / "smollm2_test_8x2048.npy")
-  return _drawn(rows), {"WikiText-2": wikitext, "C4": rows[40:]}
+MODULES = (
+  "argparse",
+  "ast",
+  "csv",
+  "dataclasses",
+  "datetime",
+  "fractions",
+  "typing",
+  "zipfile",
+)
+VALIDATION_MODULES = (
+  "calendar",
+  "configparser",
+  "enum",
+  "inspect",
+  "json/decoder",
+  "pathlib",
+  "statistics",
+  "tarfile",
+)
+"""Modules of Python's standard library, an equal part from the start of each."""
 
 
-def small_texts(data, source):
-  """The same of a small model, from the same documents by its own tokenizer."""
+@dataclasses.dataclass(frozen=True)
+class Texts:
+  """Calibration rows by draw, int32 `[8, T]`, and windows `[n, T]` by kind of text.
+
+  `sources` has the digest of each text that was read, by its name.
+  """
+
+  draws: dict
+  test: dict
+  validation: dict
+  sources: dict
+
+
+def texts(data, german, source=None):
+  """The texts of a model, by its own tokenizer; of SmolLM2-135M without `source`."""
   tokenizer = models.load_tokenizer(source)
-  read = lambda *names: data.joinpath(*names).read_text()
-  lines = read("c4", "c4_en_train_first1000.jsonl").splitlines()
-  documents = {
-    "C4": "\n\n".join(json.loads(line)["text"] for line in lines),
-    "WikiText-2": read("wikitext2", "wiki.test.raw"),
+  length, count = (SMALL, WINDOWS) if source else (LENGTH, 8)
+  sources = {}
+
+  def read(name, text):
+    sources[name] = hashlib.sha256(text.encode()).hexdigest()
+    return tokenizer.encode(text)
+
+  def rows(ids, number):
+    cut = np.asarray(ids[: number * length], np.int32)
+    assert len(cut) == number * length, f"{len(ids)} tokens are less than {number} rows"
+    return cut.reshape(number, length)
+
+  def of_modules(names):
+    library = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    parts = [read(name, (library / f"{name}.py").read_text()) for name in names]
+    return np.concatenate([rows(ids, count // len(names)) for ids in parts])
+
+  lines = (data / common.C4).read_text().splitlines()
+  c4 = rows(read("C4", "\n\n".join(json.loads(line)["text"] for line in lines)), 56)
+  if source is None:
+    wikitext = common.smollm2_ids(data)[1]
+    assert (c4[:16] == common.smollm2_ids(data)[0]).all(), "another tokenizer"
+  else:
+    wikitext = rows(read("WikiText-2", (data / common.WIKITEXT).read_text()), count)
+  train = (data / "wikitext2" / "wiki.train.raw.first1MB_noblank.txt").read_text()
+  messages = rows(read("German", german_messages(german)), 2 * count)
+  test = {
+    "WikiText-2": wikitext,
+    "C4": c4[40 : 40 + count],
+    "Python": of_modules(MODULES),
+    "German": messages[:count],
   }
-  ids = {name: tokenizer.encode(text) for name, text in documents.items()}
-  cut = lambda ids, count: np.asarray(ids[: count * SMALL], np.int32).reshape(-1, SMALL)
-  rows, wikitext = cut(ids["C4"], 40 + WINDOWS), cut(ids["WikiText-2"], WINDOWS)
-  return _drawn(rows), {"WikiText-2": wikitext, "C4": rows[40:]}
+  validation = {
+    "WikiText-2": rows(read("WikiText-2, train", train), count // 2),
+    "C4": c4[24 : 24 + count // 2],
+    "Python": of_modules(VALIDATION_MODULES)[::2],
+    "German": messages[count : count + count // 2],
+  }
+  draws = {draw: c4[8 * draw - 8 : 8 * draw] for draw in (1, 2, 3)}
+  return Texts(draws, test, validation, sources)
 
 
-def _drawn(rows):
-  return {draw: rows[8 * draw - 8 : 8 * draw] for draw in (1, 2, 3)}
+def german_messages(file):
+  """The translations of a message catalogue that are sentences, 80 characters or more.
+
+  They are in the order of the catalogue, which is that of the English.
+  """
+  with file.open("rb") as opened:
+    catalogue = gettext.GNUTranslations(opened)._catalog
+  found = [text for key, text in catalogue.items() if key and isinstance(text, str)]
+  return "\n\n".join(text for text in found if len(text) >= 80)
+
+
+def code_digest():
+  """The digest of the library's sources, which rows of one file have in common."""
+  digest, root = hashlib.sha256(), pathlib.Path(methods.__file__).parents[1]
+  for folder in ("calibration", "layers", "methods", "models", "numerics", "run"):
+    for file in sorted((root / folder).rglob("*.py")):
+      digest.update(file.read_bytes())
+  return digest.hexdigest()
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -123,15 +224,54 @@ def measured(model, params, quantized, windows):
   """KL and negative log-likelihood by window."""
   outer = streams.outer_params(model, params)
   ids = [jnp.asarray(window[None]) for window in windows]
-  hiddens = zip(
-    streams.final_hiddens(model, params, ids),
-    streams.final_hiddens(model, quantized, ids),
-    ids,
-    strict=True,
-  )
-  values = [of_window(model, outer, *one) for one in hiddens]
+  exact = streams.final_hiddens(model, params, ids)
+  is_float = quantized is params
+  ours = exact if is_float else streams.final_hiddens(model, quantized, ids)
+  each = zip(exact, ours, ids, strict=True)
+  values = [of_window(model, outer, *one) for one in each]
   kl, loss = (np.asarray([float(v[i]) for v in values]) for i in (0, 1))
   return {"kl": kl.tolist(), "loss": loss.tolist()}
+
+
+class FloatDivergence(scale_distillation.PredictionDivergence):
+  """The same loss of the float model with factors on the inputs of its linears."""
+
+  def layer(self, shared, own, hidden, layer):
+    del shared
+    return self.model.layer(float_scaled(layer, own, self.model), hidden)
+
+
+def float_scaled(layer, own, model):
+  """Folds factors into the float weights of a layer, in float32."""
+  weights = {
+    (sublayer, name): layer[sublayer][name]["weight"].astype(jnp.float32) * factor[None]
+    for (sublayer, name), factor in scale_distillation.input_factors(own, model).items()
+  }
+  return replace_weights(layer, weights)
+
+
+def labelled_float(model, params, tokens, tuning, quantized):
+  """The control: the float model, with factors learned as `quantized` learned its own.
+
+  `tuning` is the record of that: the weight of the labels is that of each of its steps,
+  which the control's own divergence, zero at first, would leave at nothing.
+  """
+  options = methods.HIRES_NEXT.tune
+  names = [model.layer_name(index) for index in range(model.num_layers)]
+  chunks, order = options.chunks(tokens), options.order(len(options.chunks(tokens)))
+  assert order == tuning["order"]
+  learned = options.initial([quantized[name] for name in names], model)
+  state = [tune.optimizer(options, len(order)).init(layer) for layer in learned]
+  teachers = streams.final_hiddens(model, params, chunks)
+  objective = FloatDivergence(model, mxfp4.PAPER_RULES)
+  for step, chunk in enumerate(order):
+    weight = np.float32(options.weight_of_labels(tuning["divergence"][:step]))
+    example = gradients.Example(chunks[chunk], teachers[chunk], jnp.asarray(weight))
+    result = gradients.gradients(objective, params, None, learned, [example])
+    learned, state = tune.update(options, len(order), learned, state, result.own)
+  layers = zip(names, learned, strict=True)
+  scaled = {name: float_scaled(params[name], own, model) for name, own in layers}
+  return {**params, **scaled}
 
 
 def paired(row, reference):
@@ -147,116 +287,212 @@ def label(name):
   return name
 
 
-def tables(rows):
-  """Markdown tables, one for each draw."""
-  head = ["row"]
-  for name in ("WikiText-2", "C4"):
-    head += [f"{name} KL", "difference", f"{name} ppl", "difference of ln ppl"]
-  head.append("build, s")
-  parts = []
-  with_reference = {row["draw"] for row in rows if row["name"] == REFERENCE}
-  for draw in sorted(with_reference):
-    here = {row["name"]: row for row in rows if row["draw"] == draw}
-    lines = []
-    for name, row in here.items():
-      cells = [label(name)]
-      for text in row["texts"]:
-        ours, base = row["texts"][text], here[REFERENCE]["texts"][text]
-        cells.append(f"{np.mean(ours['kl']):.4f}")
-        cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["kl"], base["kl"])))
-        cells.append(f"{np.exp(np.mean(ours['loss'])):.2f}")
-        cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["loss"], base["loss"])))
-      lines.append([*cells, f"{row['build_seconds']:.0f}"])
-    parts.append(f"Draw {draw}:\n\n" + common.markdown(head, lines))
-  return "\n".join([*parts, over_draws(rows)])
+def mean_of(rows, key, text):
+  """Means over rows of KL or loss, by window."""
+  return np.mean([row["texts"][text][key] for row in rows], axis=0)
 
 
-def from_paper(same, papers, text):
-  """Mean over draws of the difference of KL from `hires`, with its error by window."""
-  if not all(row["draw"] in papers for row in same):
-    return ""
-  mean = lambda rows: np.mean([row["texts"][text]["kl"] for row in rows], axis=0)
-  others = [papers[row["draw"]] for row in same]
-  return "{:+.4f} ± {:.4f}".format(*paired(mean(same), mean(others)))
+def spread(values):
+  """Mean and standard deviation over draws."""
+  return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
 
 
-def over_draws(rows):
-  """A table of the rows with several draws: means and standard deviations over them."""
-  head, lines = ["row", "draws"], []
-  for name in ("WikiText-2", "C4"):
-    head += [f"{name} KL", f"less that of {PAPER}"]
-    head += [f"{name} ppl over that of {REFERENCE}"]
-  papers = {row["draw"]: row for row in rows if row["name"] == PAPER}
-  base = {row["draw"]: row for row in rows if row["name"] == REFERENCE}
-  for name in dict.fromkeys(row["name"] for row in rows):
-    same = [row for row in rows if row["name"] == name and row["draw"] in base]
-    if len(same) < 2:
-      continue
-    cells = [label(name), f"{len(same)}"]
-    for text in same[0]["texts"]:
-      of = lambda row, key, text=text: np.mean(row["texts"][text][key])
-      kl = [of(row, "kl") for row in same]
-      gains = [of(row, "loss") - of(base[row["draw"]], "loss") for row in same]
-      spread = lambda values: f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
-      cells += [spread(kl), from_paper(same, papers, text), spread(np.exp(gains))]
+def difference(rows, others, key, text):
+  """Mean over draws of a difference, with its standard error over windows."""
+  pair = mean_of(rows, key, text), mean_of(others, key, text)
+  return "{:+.4f} ± {:.4f}".format(*paired(*pair))
+
+
+def by_text(whole, kinds, key, shown):
+  """A table of a quantity by row and text, beside its difference from HiRes."""
+  head, lines = ["row"], []
+  for text in kinds:
+    head += [f"{text} {'KL' if key == 'kl' else 'ppl'}", f"less that of {PAPER}"]
+  for name, rows in whole.items():
+    cells = [label(name)]
+    for text in kinds:
+      cells += [shown(rows, text), difference(rows, whole[PAPER], key, text)]
     lines.append(cells)
-  return "Mean and standard deviation over draws:\n\n" + common.markdown(head, lines)
+  return common.markdown(head, lines)
+
+
+def tables(rows, draws):
+  """Markdown tables: KL first, perplexity beside it, then what is adaptation."""
+  names = dict.fromkeys(row["name"] for row in rows)
+  whole = {name: [row for row in rows if row["name"] == name] for name in names}
+  whole = {name: same for name, same in whole.items() if len(same) == len(draws)}
+  if PAPER not in whole or len(draws) < 2:
+    return f"Only {len(rows)} rows.\n"
+  kinds = list(rows[0]["texts"])
+  quantized = {name: same for name, same in whole.items() if name != FLOAT}
+  mean_kl = lambda row, text: np.mean(row["texts"][text]["kl"])
+  divergence = lambda same, text: spread([mean_kl(row, text) for row in same])
+  perplexity = lambda same, text: f"{np.exp(mean_of(same, 'loss', text).mean()):.2f}"
+  parts = [
+    f"KL from the float model, means of {len(draws)} draws:",
+    by_text(quantized, kinds, "kl", divergence),
+    "Perplexity, and the difference of its logarithm:",
+    by_text(whole, kinds, "loss", perplexity),
+  ]
+  if {FLOAT, CONTROL, NEXT, NO_LABELS} <= whole.keys():
+    parts += ["Adaptation and quantization:", adaptation(whole, kinds)]
+  if len(weights := [name for name in whole if name in WEIGHTS]) > 1:
+    parts += ["The weight of the labels:", by_weight(whole, weights, kinds)]
+  return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def adaptation(whole, kinds):
+  """What the labels give to the float model, beside what `hires-next` gains.
+
+  The share of quantization is that of the gain of log perplexity which the float model
+  does not get from the same labels. It stands only where the gain is over twice its
+  standard error.
+  """
+  head = [
+    "text",
+    "gain of hires-next",
+    "gain without labels",
+    "gain of the float model by labels",
+    "share of quantization",
+    "KL that labels add to hires-next",
+    "KL of the float model with labels",
+  ]
+  lines = []
+  for text in kinds:
+    loss = {name: mean_of(whole[name], "loss", text) for name in whole}
+    gain, error = paired(loss[PAPER], loss[NEXT])
+    adapted, _ = paired(loss[FLOAT], loss[CONTROL])
+    lines.append(
+      [
+        text,
+        f"{gain:+.4f} ± {error:.4f}",
+        difference(whole[PAPER], whole[NO_LABELS], "loss", text),
+        difference(whole[FLOAT], whole[CONTROL], "loss", text),
+        f"{1 - adapted / gain:.2f}" if gain > 2 * error else "no gain",
+        difference(whole[NEXT], whole[NO_LABELS], "kl", text),
+        f"{mean_of(whole[CONTROL], 'kl', text).mean():.4f}",
+      ]
+    )
+  return common.markdown(head, lines)
+
+
+def by_weight(whole, weights, kinds):
+  """KL and perplexity on the windows that choose, and on those that are reported."""
+  head, lines = ["most that labels weigh"], []
+  for part in ("validation", "test"):
+    head += [f"{part} {text}, KL / ppl" for text in kinds]
+  for name in weights:
+    cells = [WEIGHTS[name]]
+    for part in ("validation", "texts"):
+      for text in kinds:
+        of = lambda key, name=name, part=part, text=text: np.mean(
+          [row[part][text][key] for row in whole[name]]
+        )
+        cells.append(f"{of('kl'):.4f} / {np.exp(of('loss')):.2f}")
+    lines.append(cells)
+  return common.markdown(head, lines)
+
+
+def kept_rows(file, shared, wanted):
+  """The rows that a file has already.
+
+  Raises:
+    SystemExit: They are of other code or texts, or not what this command makes.
+  """
+  if not file.is_file():
+    return []
+  found = json.loads(file.read_text())
+  differing = [key for key, value in shared.items() if found.get(key) != value]
+  stray = [
+    row["name"] for row in found["rows"] if (row["draw"], row["name"]) not in wanted
+  ]
+  if differing or stray:
+    raise SystemExit(
+      f"{file} has rows of another {' and '.join(differing)}"
+      if differing
+      else f"{file} has rows that this command does not make: {', '.join(stray)}"
+    )
+  return found["rows"]
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--data", type=pathlib.Path, default="../shared/data")
+  parser = common.parser(__doc__, data=True, out=False)
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
-  parser.add_argument("--rows", nargs="+", default=[REFERENCE, "hires", "hires-next"])
+  parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
   parser.add_argument("--model", help="a folder; SmolLM2-135M if omitted")
+  parser.add_argument("--german", type=pathlib.Path, default=GERMAN)
   parser.add_argument("--out", type=pathlib.Path, help="results/hires_next*.json")
   parser.add_argument("--compiled", help="a folder of compiled programs to keep")
   parser.add_argument("--runs", type=pathlib.Path, help="a folder of run folders")
   options = parser.parse_args()
   if options.out is None:
     name = f"_{pathlib.Path(options.model).name}" if options.model else ""
-    options.out = HERE / f"hires_next{name}.json"
+    options.out = common.RESULTS / f"hires_next{name}.json"
   made = common.stamp()
   execution.keep_freed_memory()
   if options.compiled:
     kept_programs.keep_compiled(options.compiled)
   model, params = models.from_pretrained(options.model)
-  found = small_texts(options.data, options.model) if options.model else None
-  draws, tests = found or texts(options.data)
-  rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-  for draw in options.draws:
-    for name in options.rows:
-      if any((row["draw"], row["name"]) == (draw, name) for row in rows):
-        continue
-      program = ROWS.get(name) or methods.get(name)
-      run_dir = options.runs and options.runs / f"draw-{draw}-{len(rows)}"
-      start = time.perf_counter()
-      built = run(
-        *(params, Calibration(model, draws[draw]), program),
-        run_dir=run_dir,
-        check=False,
-        probe=False,
+  found = texts(options.data, options.german, options.model)
+  shared = {"code": code_digest(), "sources": found.sources}
+  wanted = [(draw, name) for draw in options.draws for name in options.rows]
+  rows = kept_rows(options.out, shared, wanted)
+  built_next = {}
+  for draw, name in wanted:
+    if any((row["draw"], row["name"]) == (draw, name) for row in rows):
+      continue
+    run_dir = options.runs and options.runs / f"draw-{draw}-{len(rows)}"
+    start = time.perf_counter()
+    entries = {}
+    if name == FLOAT:
+      quantized = params
+    else:
+      program = (
+        methods.HIRES_NEXT if name == CONTROL else ROWS.get(name) or methods.get(name)
       )
-      row = {
-        "draw": draw,
-        "name": name,
-        "build_seconds": time.perf_counter() - start,
+      calibration = Calibration(model, found.draws[draw])
+      built = built_next.get(draw) if name == CONTROL else None
+      built = built or run(
+        params, calibration, program, run_dir=run_dir, check=False, probe=False
+      )
+      if name == NEXT:
+        built_next = {draw: built}
+      quantized = built.params
+      entries = {
         "stage_seconds": built.record.clock.seconds,
-        "peak_bytes": peak_memory_bytes(),
         "stage_peak_bytes": built.record.clock.peak_bytes,
-        "has_run_folder": run_dir is not None,
         "tuning": built.record.tuning,
-        "date": made["date"],
-        "texts": {
-          text: measured(model, params, built.params, windows)
-          for text, windows in tests.items()
-        },
       }
-      rows.append(row)
-      result = json.dumps({**made, "rows": rows}, indent=1)
-      options.out.write_text(result + "\n")
-      options.out.with_suffix(".md").write_text(tables(rows))
-      print(tables([r for r in rows if r["draw"] == draw]), flush=True)
+    if name == CONTROL:
+      quantized = labelled_float(
+        model, params, found.draws[draw], built.record.tuning, built.params
+      )
+    row = {
+      "draw": draw,
+      "name": name,
+      "build_seconds": time.perf_counter() - start,
+      "peak_bytes": peak_memory_bytes(),
+      "has_run_folder": run_dir is not None,
+      **entries,
+      "texts": {
+        t: measured(model, params, quantized, w) for t, w in found.test.items()
+      },
+    }
+    if name in WEIGHTS:
+      row["validation"] = {
+        t: measured(model, params, quantized, w) for t, w in found.validation.items()
+      }
+    rows.append(row)
+    common.write(options.out, {**made, **shared, "rows": rows})
+    print(
+      draw,
+      name,
+      {t: round(np.mean(v["kl"]), 4) for t, v in row["texts"].items()},
+      flush=True,
+    )
+  common.write(
+    options.out, {**made, **shared, "rows": rows}, tables(rows, options.draws)
+  )
 
 
 if __name__ == "__main__":

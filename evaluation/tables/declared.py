@@ -51,7 +51,8 @@ _NO_K, _NO_D = "hires:use_interaction=false", "hires:use_balance=false"
 _NEITHER = f"{_NO_K}:use_balance=false"
 _ATTENTION, _MLP = "hires:recover=attention", "hires:recover=mlp"
 _STALE = "hires:recover=attention+mlp-parent"
-_EARLY = "hires:recover=attention-unrounded+mlp-unrounded"
+_EARLY = "hires:recover=attention-unencoded+mlp-unencoded"
+_WITHOUT_A4 = "hires:recover=attention-unrounded+mlp-unrounded"
 _METHODS = {
   "RTN": "rtn",
   "GPTQ": "gptq",
@@ -269,6 +270,18 @@ TABLES: Mapping[str, Declared] = {
     {FLOAT: FLOAT, "HiRes": "hires"},
     ("forward_ms", "build_minutes"),
     ("full_cost",),
+  ),
+  "encodings": Declared(
+    "",
+    "Recovery fitted before both encodings, before that of the inputs, and after both",
+    {
+      "none": _NO_RECOVERY,
+      "before both": _EARLY,
+      "before A4": _WITHOUT_A4,
+      "after both": "hires",
+    },
+    ("layer_mse", *FIT3),
+    reference="after both",
   ),
   "next": Declared(
     "",

@@ -70,6 +70,31 @@ class StraightThrough:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Transformed:
+  """A float linear in the coordinates of an input map, before both encodings.
+
+  It computes what the float weight does, but for rounding in the dtype of the
+  computation; recovery is fitted on it in a control, and it is never a result.
+
+  Attributes:
+    weight: The weight folded by the map, float32 `[out_features, in_features]`.
+    input_map: The online map of the inputs.
+  """
+
+  weight: jax.Array
+  input_map: input_maps.InputMap
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """Maps the inputs in float32 and multiplies in the dtype of `x`; see `linear`."""
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    mapped = self.input_map.apply(mxfp4.to_blocks(rows))
+    return linear(
+      mxfp4.from_blocks(mapped).astype(x.dtype).reshape(x.shape), self.weight
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ScaledInputs:
   """A strict linear for learning the scales of its inputs; never a result.
 
@@ -186,7 +211,13 @@ class RowSharded:
 
 Stored = jax.Array | Int8Matrix
 Weight = (
-  Stored | QuantizedLinear | StraightThrough | ScaledInputs | Perturbed | RowSharded
+  Stored
+  | QuantizedLinear
+  | StraightThrough
+  | Transformed
+  | ScaledInputs
+  | Perturbed
+  | RowSharded
 )
 """The weight types that `linear` accepts."""
 
@@ -201,6 +232,9 @@ def map_rows(
       others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
       packed = map_rows(by_row, whole, weight.weight)
       return dataclasses.replace(weight, weight=packed, **others)
+    case Transformed():
+      whole_map = jax.tree.map(whole, weight.input_map)
+      return Transformed(by_row(weight.weight), whole_map)
     case mxfp4.MXTensor() | Int8Matrix():
       return jax.tree.map(by_row, weight)
     case _:
@@ -232,7 +266,14 @@ def linear(
     return quantized_products(x, [weight], implementation)[0]
   x = fused_inputs.as_array(x)
   match weight:
-    case Int8Matrix() | StraightThrough() | ScaledInputs() | Perturbed() | RowSharded():
+    case (
+      Int8Matrix()
+      | StraightThrough()
+      | Transformed()
+      | ScaledInputs()
+      | Perturbed()
+      | RowSharded()
+    ):
       return weight.linear(x)
     case _:
       # Feature-major; see `elementwise.gated_product`.

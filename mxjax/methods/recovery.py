@@ -10,13 +10,18 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from mxjax.calibration.calibration import Params
+from mxjax.calibration.calibration import Params, replace_weights
+from mxjax.devices import execution
+from mxjax.layers.linear import Transformed
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.numerics.shaping.input_maps import InputMap
 
 Taps = Mapping[str, jax.Array]
-State = Literal["current", "parent", "unrounded"]
+State = Literal["current", "parent", "unrounded", "unencoded"]
 
 
 class Sample(NamedTuple):
@@ -45,6 +50,32 @@ def unrounded(layer: Params) -> Params:
   return jax.tree.map(change, layer, is_leaf=is_quantized)
 
 
+def unencoded(layer: Params, float_layer: Params) -> Params:
+  """Returns a quantized layer before both of its encodings.
+
+  Its linears have the float weights in the coordinates of their maps, or as they are
+  where there is no map, and its inputs are not rounded. What fits have installed stays.
+  """
+  weights: dict[tuple[str, str], Any] = {}
+  for sublayer, projections in layer.items():
+    for name, leaves in projections.items():
+      leaf = leaves.get("weight") if isinstance(leaves, Mapping) else None
+      if isinstance(leaf, QuantizedLinear):
+        weight, input_map = float_layer[sublayer][name]["weight"], leaf.input_map
+        if input_map is not None:
+          with precision.float64_scope():
+            weight = Transformed(_folded(weight, input_map), input_map)
+        weights[sublayer, name] = weight
+  return replace_weights(layer, weights)
+
+
+@execution.jit()
+def _folded(weight: jax.Array, input_map: InputMap) -> jax.Array:
+  """Folds a float weight `[out_features, in_features]`; returns float32."""
+  blocks = mxfp4.to_blocks(weight).astype(jnp.float64)
+  return mxfp4.from_blocks(input_map.fold(blocks)).astype(jnp.float32)
+
+
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
@@ -66,7 +97,9 @@ class RecoveryFit:
     """Sets the state of the layer that the fit is measured on.
 
     It is the layer with every earlier fit installed, `current`, the paper's conditional
-    order; the `parent`, without any fit; or `unrounded`: the current one without A4.
+    order; the `parent`, without any fit; `unrounded`: the current one without A4; or
+    `unencoded`: the current one before both encodings, with float weights in the
+    coordinates of the maps and without A4.
     """
     self.on = on
 
@@ -75,8 +108,10 @@ class RecoveryFit:
     """The name, with the state if it is not the paper's; see `stage3.named`."""
     return self.name if self.on == "current" else f"{self.name}-{self.on}"
 
-  def state(self, layer: Params, parent: Params) -> Params:
-    """Returns the layer to measure on, from the current one and its parent."""
+  def state(self, layer: Params, parent: Params, float_layer: Params) -> Params:
+    """Returns the layer to measure on, from the current one, its parent and float."""
+    if self.on == "unencoded":
+      return unencoded(layer, float_layer)
     if self.on == "unrounded":
       return unrounded(layer)
     return parent if self.on == "parent" else layer

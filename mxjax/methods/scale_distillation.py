@@ -46,7 +46,9 @@ def _quantized(layer: Params, model: CausalLanguageModel) -> dict[tuple[str, str
   return {p: leaf for p, leaf in leaves.items() if isinstance(leaf, QuantizedLinear)}
 
 
-def _factors(own: Any, model: CausalLanguageModel) -> dict[tuple[str, str], jax.Array]:
+def input_factors(
+  own: Any, model: CausalLanguageModel
+) -> dict[tuple[str, str], jax.Array]:
   """Returns the factors on the inputs of each linear of a layer."""
   factors = {}
   for path, steps in own["linears"].items():
@@ -68,7 +70,7 @@ class PredictionDivergence(gradients.Objective):
     leaves = _quantized(layer, self.model)
     scaled = {
       path: ScaledInputs(leaves[path], factor)
-      for path, factor in _factors(own, self.model).items()
+      for path, factor in input_factors(own, self.model).items()
     }
     return self.model.layer(replace_weights(layer, scaled), hidden)
 
@@ -230,6 +232,6 @@ def install(layer: Params, own: Any, model: CausalLanguageModel) -> dict[str, An
   leaves = _quantized(layer, model)
   new = {
     path: ScaledInputs(leaves[path], factor).installed()
-    for path, factor in _factors(own, model).items()
+    for path, factor in input_factors(own, model).items()
   }
   return replace_weights(layer, new)

@@ -49,7 +49,7 @@ def recover(
       moments, trajectories.fits[number] = measure(
         setup,
         fit,
-        fit.state(quantized, parent),
+        fit.state(quantized, parent, float_layer),
         float_layer,
         trajectories.fits[number],
         captured.taps,

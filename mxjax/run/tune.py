@@ -25,7 +25,7 @@ from mxjax.run.progress import Report
 from mxjax.run.setup import Setup
 
 
-def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransformation:
+def optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransformation:
   """Returns Adam for a layer, with warm-up and a linear decay to zero over `steps`."""
 
   def adam(rate: float) -> optax.GradientTransformation:
@@ -45,11 +45,11 @@ def _update_layer(
   options: ScaleDistillation, steps: int, learned: Any, state: Any, gradient: Any
 ) -> tuple[Any, Any]:
   with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
-    updates, state = _optimizer(options, steps).update(gradient, state, learned)
+    updates, state = optimizer(options, steps).update(gradient, state, learned)
   return optax.apply_updates(learned, updates), state
 
 
-def _update(
+def update(
   options: ScaleDistillation, steps: int, *trees: list[Any]
 ) -> tuple[list[Any], list[Any]]:
   """Moves what all layers have learned, each by the same compiled function.
@@ -86,7 +86,7 @@ def distill_scales(
   order = options.order(len(chunks))
   layers = {name: quantized[name] for name in setup.layers}
   learned: Any = options.initial(list(layers.values()), model)
-  state: Any = [_optimizer(options, len(order)).init(layer) for layer in learned]
+  state: Any = [optimizer(options, len(order)).init(layer) for layer in learned]
   losses: list[float] = []
   if folder and (saved := folder.read_tuning()):
     leaves = [jnp.asarray(saved.arrays[key]) for key in sorted(saved.arrays)]
@@ -110,7 +110,7 @@ def distill_scales(
           got=f"{result.shown} at step {len(losses) + 1} of {len(order)}",
           mend="lower the rate, such as rate=0.001",
         )
-      learned, state = _update(options, len(order), learned, state, result.own)
+      learned, state = update(options, len(order), learned, state, result.own)
       losses.append(result.shown)
       if folder:
         before, start = start, time.perf_counter()

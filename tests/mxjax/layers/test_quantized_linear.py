@@ -255,6 +255,13 @@ def test_packing_packs_embedding_and_head_when_asked():
   assert report["bf16_total"] == 2 * (96 * 64 + 64)
   table = smaller["embed_tokens"]["weight"]
   assert packed(table, embeddings="int8") is table
+  # A head of its own is packed beside the embedding, and keeps its bias.
+  untied = {**params, "lm_head": {"weight": draw((96, 64)), "bias": jnp.ones(96)}}
+  smaller = pack_for_inference(untied, embeddings="int8")
+  for name in ("embed_tokens", "lm_head"):
+    assert smaller[name]["weight"].codes.dtype == jnp.int8, name
+  assert smaller["lm_head"]["bias"] is untied["lm_head"]["bias"]
+  assert pack_for_inference(untied)["lm_head"]["weight"] is untied["lm_head"]["weight"]
 
 
 def test_an_int8_matrix_is_close_in_both_its_uses():

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
+from mxjax.layers.linear import Transformed
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import recovery, reused
 from mxjax.methods.hires import stage3
@@ -73,3 +75,44 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   assert not isinstance(leaf.rounding, Unrounded)
   changed = recovery.unrounded(early.params["layers_0"])
   assert isinstance(changed["mlp"]["up_proj"]["weight"].rounding, Unrounded)
+
+
+def test_before_both_encodings_there_is_next_to_nothing_to_recover(
+  tiny_model, tiny_params
+):
+  """The coefficients are those of the identity, up to rounding; with A4 or W4 not."""
+  built_hires = {
+    on: built(
+      tiny_model,
+      tiny_params,
+      methods.HIRES,
+      name=on,
+      recover=stage3.parse(f"attention-{on}+mlp-{on}"),
+    ).params["layers_0"]
+    for on in ("unencoded", "unrounded")
+  }
+
+  def distance(layer):
+    value, mlp = layer["self_attn"]["value_recovery"], layer["mlp"]["mlp_recovery"]
+    parts = value.scale - 1, value.offset, mlp.gate_shift, mlp.gate_scale, mlp.up_scale
+    return max(float(np.abs(np.asarray(part)).max()) for part in parts)
+
+  assert distance(built_hires["unencoded"]) < 1e-5
+  assert distance(built_hires["unrounded"]) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["hires:recover=none", "rtn"])
+def test_a_layer_before_both_encodings_computes_what_the_float_layer_does(
+  method, tiny_model, tiny_params
+):
+  program = methods.get(method)
+  layer = built(tiny_model, tiny_params, program).params["layers_0"]
+  float_layer = tiny_params["layers_0"]
+  before = recovery.unencoded(layer, float_layer)
+  hidden = jax.random.normal(jax.random.key(3), (2, 16, 64))
+  got, want, encoded = (
+    np.asarray(tiny_model.layer(one, hidden)) for one in (before, float_layer, layer)
+  )
+  assert np.abs(got - want).max() < 1e-4 < np.abs(encoded - want).max()
+  leaf = before["mlp"]["up_proj"]["weight"]
+  assert isinstance(leaf, Transformed) == (method != "rtn")

@@ -1,0 +1,93 @@
+"""The rows of `benchmarks/hires_next.py`: the control, the signs, and what is kept."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from mxjax import methods
+from mxjax.calibration.calibration import Calibration
+from mxjax.run.quantize import run
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+hires_next = pytest.importorskip("hires_next")
+
+
+def rows(**losses):
+  """Three draws of rows with these losses by window, and a KL of a tenth of each."""
+  found = []
+  for draw in (1, 2, 3):
+    for name, loss in losses.items():
+      windows = [loss, loss + 0.01 * draw, loss - 0.01 * draw]
+      text = {"kl": [loss / 10] * 3, "loss": windows}
+      both = {"texts": {"C4": text}, "validation": {"C4": text}}
+      found.append({"draw": draw, "name": name, **both})
+  return found
+
+
+def test_the_share_of_quantization_is_what_the_float_model_does_not_gain():
+  made = {
+    hires_next.FLOAT: 2.0,
+    hires_next.CONTROL: 1.9,
+    hires_next.PAPER: 3.0,
+    hires_next.NEXT: 2.6,
+    hires_next.NO_LABELS: 2.7,
+  }
+  table = hires_next.tables(rows(**made), (1, 2, 3))
+  [line] = [line for line in table.splitlines() if line.startswith("| C4 |")]
+  _, text, gain, unlabelled, adapted, share, added, of_float, _ = line.split("|")
+  first = lambda cell: float(cell.split()[0])
+  assert first(gain) == pytest.approx(0.4)
+  assert first(unlabelled) == pytest.approx(0.3)
+  assert first(adapted) == pytest.approx(0.1)
+  assert first(share) == pytest.approx(0.75)
+  # Less KL than without labels here, which is a gain.
+  assert first(added) == pytest.approx(-0.01)
+  assert first(of_float) == pytest.approx(0.19)
+
+
+def test_a_share_of_no_gain_is_not_told():
+  made = {
+    hires_next.FLOAT: 2.0,
+    hires_next.CONTROL: 1.9,
+    hires_next.PAPER: 3.0,
+    hires_next.NEXT: 3.1,
+    hires_next.NO_LABELS: 2.7,
+  }
+  assert "no gain" in hires_next.tables(rows(**made), (1, 2, 3))
+
+
+def test_rows_of_another_code_or_command_are_refused(tmp_path):
+  file, shared = tmp_path / "rows.json", {"code": "a", "sources": {"C4": "b"}}
+  found = [{"draw": 1, "name": "hires"}]
+  file.write_text(json.dumps({**shared, "rows": found}))
+  kept = hires_next.kept_rows
+  assert kept(file, shared, [(1, "hires")]) == found
+  assert kept(tmp_path / "none.json", shared, []) == []
+  with pytest.raises(SystemExit, match="rows of another code"):
+    kept(file, {**shared, "code": "c"}, [(1, "hires")])
+  with pytest.raises(SystemExit, match="does not make: hires"):
+    kept(file, shared, [(2, "hires")])
+
+
+def test_the_control_learns_from_labels_without_any_quantization(
+  tiny_model, tiny_params, monkeypatch
+):
+  """On what it learned it gains log perplexity and leaves the float model."""
+  monkeypatch.setattr(hires_next, "CHUNK", 32)
+  tokens = np.random.default_rng(0).integers(0, 61, (3, 32)).astype(np.int32)
+  program = methods.get("rtn+tune")
+  calibration = Calibration(tiny_model, tokens)
+  built = run(tiny_params, calibration, program, check=False, probe=False)
+  arguments = tiny_model, tiny_params, tokens, built.record.tuning, built.params
+  learned = hires_next.labelled_float(*arguments)
+  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(learned))
+  measured = lambda params: hires_next.measured(
+    tiny_model, tiny_params, params, list(tokens)
+  )
+  before, after = measured(tiny_params), measured(learned)
+  assert np.mean(after["loss"]) < np.mean(before["loss"]) - 1e-4
+  assert np.mean(after["kl"]) > 1e-6 > np.abs(before["kl"]).max()

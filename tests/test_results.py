@@ -1,0 +1,80 @@
+"""What result files say of how they were made: a command that makes them again."""
+
+import argparse
+import itertools
+import json
+import pathlib
+import shlex
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+"""Those of GPUs, in a folder of their own, come from a machine that is lent whole."""
+STUDIES = "payoff_noisy payoff_plain payoff_real_noisy payoff_real_plain"
+OLDER = {
+  "no command": {
+    *("demo", "export_roundtrip", "harness_quantized", "hires_build"),
+    *("hostile_programs", "perplexity_agreement_bfloat16", "plan_memory"),
+    *("reference_protocol", "studies_payoff_real_stopped", "studies_ptq"),
+    *("studies_world", *(f"studies_{name}" for name in STUDIES.split())),
+  },
+  "no script": {"gpu_counts", "gpu_predictions", "gpu_programs"},
+  "no dtype": {
+    *(f"compare_{family}" for family in ("llama", "qwen3", "mistral", "olmo2")),
+    *("ablate_llama", "checks_llama", "next_llama", "next_qwen3", "stages"),
+  },
+  "other rows": {
+    "hires_next",
+    *(f"hires_next_{family}" for family in ("llama", "qwen3", "mistral", "olmo2")),
+  },
+}
+"""Files that were made before their scripts recorded what is missing, by what it is.
+
+One that is made again leaves its set; none may join one.
+"""
+
+
+def missing(file):
+  """What keeps a result file from being made again by the command in it, if known."""
+  result = json.loads(file.read_text())
+  if not isinstance(result, dict) or not result.get("command"):
+    return "no command"
+  program, script, *words = shlex.split(result["command"])
+  assert program == "python", file.name
+  if not (ROOT / script).is_file():
+    return "no script"
+  shared = ROOT / "benchmarks" / "common.py"
+  text = (ROOT / script).read_text() + shared.read_text()
+  unknown = [word for word in words if word[:2] == "--" and f'"{word}"' not in text]
+  assert not unknown, (file.name, unknown)
+  # The default is the dtype of a checkpoint, which was another once.
+  if "--dtype" not in shlex.split(result.get("mxjax", "--dtype")):
+    return "no dtype"
+  if file.stem.startswith("hires_next") and not has_rows_of(words, result):
+    return "other rows"
+  return None
+
+
+def has_rows_of(words, result):
+  """Whether a command of `hires_next.py` makes the rows of a file, by one code."""
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--rows", nargs="+")
+  parser.add_argument("--draws", nargs="+", type=int, default=[1, 2, 3])
+  options, _ = parser.parse_known_args(words)
+  made = {(row["draw"], row["name"]) for row in result["rows"]}
+  names = options.rows or {name for _, name in made}
+  return "code" in result and made == {*itertools.product(options.draws, names)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_result_file_holds_the_command_that_makes_it(file):
+  found = missing(file)
+  for what, names in OLDER.items():
+    assert (found == what) == (file.stem in names), (found, what)
+
+
+def test_the_files_that_miss_something_are_there():
+  assert {name for names in OLDER.values() for name in names} <= {
+    file.stem for file in FILES
+  }
