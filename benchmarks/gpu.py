@@ -41,6 +41,7 @@ QUESTIONS = {
   "build 8B, next": ("gpu_build.py", ("--only", "8B hires-next")),
   "kernels": ("gpu_kernels.py", ()),
   "float8 rows": ("gpu_float8_rows.py", ()),
+  "stream-K": ("gpu_kernels.py", ("--candidate", "float8 stream-K")),
 }
 """Scripts and their options, by name."""
 PARTS = {
@@ -49,6 +50,7 @@ PARTS = {
   3: {"build 8B": 470},
   4: {"kernels": 110, "float8 rows": 50, "build 8B, next": 380},
   5: {"caches": 240},
+  6: {"stream-K": 540},
 }
 """Questions of each part in order, with their largest seconds."""
 

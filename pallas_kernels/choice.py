@@ -3,14 +3,18 @@
 `implementations.choose` decides whether an operation runs by kernels at all. Where an
 operation has more than one, this table decides, by what was measured. Operations that
 are not in it have one kernel, Triton's; Mosaic's other forms lose to those, and only
-tests and benchmarks call them.
+tests and benchmarks call them. A kernel that no GPU has run yet is a candidate: nothing
+but `trying` selects it.
 """
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 
 from mxjax.numerics import implementations
 from mxjax.numerics.implementations import FLOAT8, Capability
-from mxjax.pallas_kernels.mosaic import device
+from mxjax.pallas_kernels.mosaic import device, stream_k
 from mxjax.pallas_kernels.mosaic import products as mosaic
 from mxjax.pallas_kernels.refinement.fused_inputs import SINGLE_ROWS
 from mxjax.pallas_kernels.refinement.one_code import Form
@@ -24,17 +28,19 @@ class Product:
     name: What multiplies.
     inputs: Form in which it reads the inputs.
     rows: Fewest n for which it is chosen.
-    measured: File with the times that put it here.
+    measured: File with the times that put it here; None of a candidate.
     least: Least compute capability.
     only: The only compute capability for which it can be made, or None.
+    most: Most n for which it is chosen, or None.
   """
 
   name: str
   inputs: Form
   rows: int
-  measured: str
+  measured: str | None
   least: Capability = implementations.KERNELS
   only: Capability | None = None
+  most: int | None = None
 
 
 INT8 = Product("int8", "int8", 1, "benchmarks/results/gpu/h200_1_kernels.json")
@@ -62,8 +68,40 @@ FLOAT8_MOSAIC = Product(
   only=device.HOPPER,
 )
 """Mosaic's product, which decodes weights in registers."""
+FLOAT8_STREAM = Product(
+  "float8 stream-K",
+  "float8",
+  SINGLE_ROWS + 1,
+  None,
+  least=device.HOPPER,
+  only=device.HOPPER,
+  most=511,
+)
+"""Mosaic's product with its steps divided over all multiprocessors, several linears a
+launch."""
 TABLE = (FLOAT8_MOSAIC, FLOAT8_LIBRARY, LIBRARY, PACKED, INT8)
 """The first that can run is taken."""
+_OBSTACLES = {FLOAT8_MOSAIC: mosaic.obstacle, FLOAT8_STREAM: stream_k.obstacle}
+"""What says of inputs `(n, d)` and m outputs why a kernel cannot multiply them."""
+CANDIDATES = (FLOAT8_STREAM,)
+"""What is not in the table until a GPU has measured it."""
+_tried: contextvars.ContextVar[tuple[Product, ...]] = contextvars.ContextVar(
+  "_tried", default=()
+)
+
+
+@contextlib.contextmanager
+def trying(candidate: Product) -> Iterator[None]:
+  """Takes a candidate before the table, wherever it can run, in what is traced inside.
+
+  For tests and benchmarks. A program that was compiled before keeps its products, and
+  one that is compiled inside keeps the candidate.
+  """
+  token = _tried.set((candidate, *_tried.get()))
+  try:
+    yield
+  finally:
+    _tried.reset(token)
 
 
 def product(rows: int, outputs: int, width: int, *, has_float8: bool) -> Product:
@@ -73,13 +111,16 @@ def product(rows: int, outputs: int, width: int, *, has_float8: bool) -> Product
   `pack_for_inference`. The device is the one that computations target; a kernel that is
   interpreted elsewhere is one that every device has.
   """
-  capability = implementations.target().capability
-  for entry in TABLE:
-    fits = rows >= entry.rows and (has_float8 or entry.inputs != "float8")
+  capability, tried = implementations.target().capability, _tried.get()
+  for entry in (*tried, *TABLE):
+    fits = rows >= entry.rows and (entry.most is None or rows <= entry.most)
+    fits &= has_float8 or entry.inputs != "float8"
     fits &= capability is None or capability >= entry.least
-    fits &= entry.only in (None, capability)
-    if entry is FLOAT8_MOSAIC:
-      fits = fits and mosaic.obstacle((rows, width), outputs) is None
+    # A candidate may be interpreted where there is no such GPU.
+    is_made = entry in tried and capability is None
+    fits &= is_made or entry.only in (None, capability)
+    if fits and entry in _OBSTACLES:
+      fits = _OBSTACLES[entry]((rows, width), outputs) is None
     if fits:
       return entry
   return INT8

@@ -86,6 +86,47 @@ def instead_of_a_gpu(launch, of):
       setattr(place, name, value)
 
 
+def decodes_by_blocks(compile_for_gpu, seed):
+  """Whether Mosaic's decoding of a step's weights gives each register its columns.
+
+  The kernels around it copy by TMA, which the emulator does not know: this one reads
+  the codes and scales from memory, and writes what it decodes. Alone in a kernel, the
+  decoding has the layouts that it has in `mosaic/stream_k.py`.
+  """
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from mxjax.pallas_kernels.mosaic import device, weights
+  from mxjax.pallas_kernels.products import float8
+  from tests.pallas_kernels import ptx_emulator
+  from tests.pallas_kernels.operands import packed
+
+  def mxjax_by_blocks(words, scales, out):
+    words = device.load(words, device.gpu.Layout.WGMMA_8BIT)
+    scales = device.load(scales, device.words_layout())
+    out[...] = weights.by_blocks(words, scales, jnp.int32(127), interpret=False)
+
+  array = jax.ShapeDtypeStruct
+  shape = 64, weights.COLUMNS
+  run = device.gpu.kernel(
+    mxjax_by_blocks,
+    out_type=array(shape, float8.FORM),
+    grid=(1,),
+    grid_names=("program",),
+  )
+  tensor = packed(*shape, -9, 9, seed=seed)
+  codes, scales = np.asarray(tensor.codes).view(np.int32), np.asarray(tensor.scales)
+  [path], _ = compile_for_gpu(run, *(array(a.shape, a.dtype) for a in (codes, scales)))
+  out = np.full(shape, 0xFF, np.uint8)
+  arrays = [codes.copy(), scales.copy(), out]
+  got = ptx_emulator.launch(path.read_text(), (1, 1, 1), arrays)[-1]
+  interpreted = weights.by_blocks(
+    jnp.asarray(codes), jnp.asarray(scales), jnp.int32(127), interpret=True
+  )
+  return np.array_equal(got, np.asarray(interpreted).view(np.uint8))
+
+
 def main():
   """Runs the checks whose name contains the first argument, or all.
 
@@ -109,13 +150,18 @@ def main():
     by_name = {each.name: each for each in compile_kernels.ARCHITECTURES}
     of = by_name[sys.argv[2]] if len(sys.argv) > 2 else compile_kernels.HOPPER
     print(f"jax {jax.__version__}, {of.name}, seed {seed}")
-    launch = emulated(compile_kernels.compiler(pathlib.Path(folder), of))
+    compile_for_gpu = compile_kernels.compiler(pathlib.Path(folder), of)
+    launch = emulated(compile_for_gpu)
     # One after the other: the compiler's folder is one.
     with (
       instead_of_a_gpu(launch, of),
       concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
       results = gpu_checks.run("pallas", seed, SIZE, pool)
+    if of is compile_kernels.HOPPER and selected in (name := "Mosaic by blocks"):
+      is_equal = decodes_by_blocks(compile_for_gpu, seed)
+      results[name] = {"passed": is_equal}
+      print(f"{'ok  ' if is_equal else 'FAIL'} {name}: {{'passed': {is_equal}}}")
   failed = [name for name, result in results.items() if not result["passed"]]
   print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
   return 1 if failed else 0

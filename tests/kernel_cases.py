@@ -11,7 +11,7 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.attention import cached_attention, prefill
-from mxjax.pallas_kernels.mosaic import device, encode, products, refinement
+from mxjax.pallas_kernels.mosaic import device, encode, products, refinement, stream_k
 from mxjax.pallas_kernels.products import (
   float8,
   float8_matmul,
@@ -203,6 +203,28 @@ def mosaic_cases():
   }
 
 
+def stream_k_cases():
+  if device.compile_obstacle():
+    return {}
+  launch = functools.partial(stream_k.float8_products, dtype=b16)
+
+  def product(rows, *weights, inputs=1):
+    width = weights[0].shape[1]
+    x = array((inputs, rows, width), float8.FORM)
+    scales = [scalar] * len(weights)
+    return launch, x, list(weights), scales, array((inputs, rows), f32)
+
+  wide, square, flat = packed(12288, 4096), packed(4096, 4096), packed(1024, 4096)
+  return {
+    "Mosaic stream-K float8 product, 8 rows": product(8, wide),
+    "Mosaic stream-K float8 product, 64 rows": product(64, wide),
+    "Mosaic stream-K float8 product, 511 rows": product(511, wide),
+    "Mosaic stream-K float8 product, 17 rows, 3 linears": product(
+      17, square, flat, flat, inputs=3
+    ),
+  }
+
+
 def not_taken(name, capability):
   """Why a device of this compute capability does not take a kernel, or None."""
   if name.startswith("Mosaic") and capability != device.HOPPER:
@@ -214,4 +236,4 @@ def not_taken(name, capability):
 
 def cases():
   triton = refinement_cases() | attention_cases() | product_cases() | other_cases()
-  return triton | mosaic_cases()
+  return triton | mosaic_cases() | stream_k_cases()

@@ -18,7 +18,7 @@ from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels import choice
 from mxjax.pallas_kernels.products import matmul
-from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
+from mxjax.pallas_kernels.products.float8_matmul import float8_matmul_each
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
 from mxjax.pallas_kernels.refinement.one_code import Form
@@ -211,11 +211,10 @@ def _by_kernels(
     operators = [(weight.input_map, weight.rounding) for weight in some]
     operands = a4_operands(rows, operators, form, resolved)
     if form == "float8":
-      made = [
-        float8_matmul(operand, weight.weight, scale, **how)
-        for operand, weight in zip(operands, some, strict=True)
-        if (scale := weight.float8_scale) is not None
-      ]
+      scales = [scale for weight in some if (scale := weight.float8_scale) is not None]
+      made = float8_matmul_each(
+        operands, [weight.weight for weight in some], scales, **how
+      )
     else:
       made = matmul.matmul_each(operands, [weight.weight for weight in some], **how)
     outputs |= zip(places, made, strict=True)

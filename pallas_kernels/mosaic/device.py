@@ -25,11 +25,29 @@ HOPPER = (9, 0)
 
 
 def obstacle() -> str | None:
-  """Returns why no kernel can be made here, or None. This alone knows of versions."""
+  """Returns why no kernel can be made here, or None; no other file knows versions."""
   has_interpreter = hasattr(mosaic_gpu, "InterpretGPUParams")
   if has_interpreter and "out_type" in inspect.signature(gpu.kernel).parameters:
     return None
   return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+  """Reads a reference in a layout, whatever instructions that takes."""
+  index = inspect.signature(gpu.load).parameters["idx"]
+  # jax 0.10 demands an index, and 0.11 deprecates it.
+  where = ((),) if index.default is inspect.Parameter.empty else ()
+  return gpu.load(ref, *where, layout=layout, optimized=False)
+
+
+def compile_obstacle() -> str | None:
+  """Returns why no kernel can be compiled here, or None.
+
+  jax 0.10 compiles what uses `load` of this file, and interprets nothing.
+  """
+  if "out_type" in inspect.signature(gpu.kernel).parameters:
+    return None
+  return f"Mosaic GPU kernels need jax 0.10.2 or newer, got {jax.__version__}"
 
 
 def hopper_obstacle() -> str | None:
@@ -80,6 +98,67 @@ def by_ptx(
     return _map_registers(ptx, arrays, result)
 
   return emit(*operands)
+
+
+def halves_by_ptx(
+  ptx: str,
+  meaning: Callable[..., jax.Array],
+  words: jax.Array,
+  *tables: jax.Array,
+  interpret: bool,
+) -> jax.Array:
+  """Runs PTX that makes two registers of bytes from every 32-bit word of a thread.
+
+  A thread has four neighbouring words of each of its rows, int32 `[64, 16]` in
+  `WGMMA_8BIT`, and for the four one element of each table, int32 `[64, 4]` in
+  `words_layout`. `ptx` goes from a word, `$2`, and its table elements, `$3` and on, to
+  `$0` and `$1`, which it writes last. The result has 128 bytes a row in `WGMMA_8BIT`,
+  where a thread's bytes are sixteen columns apart: the threads' n-th registers follow
+  each other. `meaning` is the same operation in plain JAX.
+  """
+  if interpret:
+    return meaning(words, *tables)
+  like = jax.eval_shape(meaning, words, *tables)
+  layout = gpu.Layout.WGMMA_8BIT
+  result = gpu.ShapeDtypeStruct(like.shape, like.dtype, layout=layout)
+  layouts = layout, *[words_layout()] * len(tables)
+
+  @gpu.inline_mgpu(arg_types=layouts, return_type=result)
+  def emit(context: Any, wide: Any, *narrow: Any) -> Any:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    word = ir.IntegerType.get_signless(32)
+    pair = llvm.StructType.get_literal([word, word])
+    kind = layout.to_mgpu().registers_element_type(
+      mgpu.utils.dtype_to_ir_type(result.dtype)
+    )
+    constraints = ",".join(["=r", "=r", *["r"] * (1 + len(narrow))])
+    made: list[list[Any]] = []
+    sources = [wide, *narrow]
+    for registers in zip(*(array.registers.flat for array in sources), strict=True):
+      whole, *elements = registers
+      elements = [mgpu.utils.bitcast(element, word) for element in elements]
+      made.append([])
+      for place in range(4):
+        operands = [vector.extract(whole, [], [place]), *elements]
+        both: Any = llvm.inline_asm(pair, operands, ptx, constraints)
+        for half in range(2):
+          part = llvm.extractvalue(word, both, [half])
+          made[-1].append(mgpu.utils.bitcast(part, kind))
+    shape = layout.to_mgpu().registers_shape(result.shape)
+    # The thread's rows come last in the order of registers.
+    inner = [register for each in zip(*made, strict=True) for register in each]
+    registers = np.empty(len(inner), object)
+    registers[:] = inner
+    return mgpu.FragmentedArray(
+      _registers=registers.reshape(shape),
+      _layout=layout.to_mgpu(),
+      _is_signed=mgpu.utils.is_signed(result.dtype),
+    )
+
+  return emit(words, *tables)
 
 
 def on_pairs(

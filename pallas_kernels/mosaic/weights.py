@@ -6,6 +6,7 @@ order: the first pairs of all words, then the second pairs. The inputs come in t
 order: see `split`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ WORDS = mxfp4.BLOCK_SIZE // 4
 """Words of a block."""
 BLOCKS = 4
 """Blocks of a step: their scale bytes are one 32-bit word."""
+COLUMNS = BLOCKS * mxfp4.BLOCK_SIZE
+"""Columns of a step."""
 
 FLOAT8_PTX = """{
   .reg .b32 index, value, sign;
@@ -33,6 +36,21 @@ FLOAT8_PTX = """{
   or.b32 $0, value, sign;
 }"""
 """From a word and a table of eight E5M2 magnitudes, in two registers, to four E5M2."""
+HALVES_PTX = """{
+  .reg .b32 index, low, high, sign, other;
+  and.b32 index, $2, 0x77777777;
+  prmt.b32 low, $3, $4, index;
+  shr.u32 index, index, 16;
+  prmt.b32 high, $3, $4, index;
+  shl.b32 sign, $2, 4;
+  prmt.b32 other, sign, $2, 0x7362;
+  prmt.b32 sign, sign, $2, 0x5140;
+  and.b32 sign, sign, 0x80808080;
+  and.b32 other, other, 0x80808080;
+  or.b32 $0, low, sign;
+  or.b32 $1, high, other;
+}"""
+"""From a word of eight codes and the same table to the E5M2 of each of its halves."""
 _TABLE = (0x3E3C3800, 0x04040400), (0x46444240, 0x04040404)
 """The E5M2 magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6, and what doubling them adds."""
 
@@ -119,6 +137,43 @@ def as_float8(
   return [
     device.by_ptx(FLOAT8_PTX, float8_values, *operands, **how, interpret=interpret)
   ]
+
+
+def in_order_of_blocks(x: jax.Array) -> jax.Array:
+  """Reorders columns of inputs `[..., n, d]` as `by_blocks` does those of weights."""
+  parts = x.reshape(*x.shape[:-1], x.shape[-1] // COLUMNS, BLOCKS, WORDS, 4)
+  return parts.swapaxes(-3, -2).reshape(x.shape)
+
+
+def _half_values(word: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+  """Is the meaning of `HALVES_PTX`: int32 `[n, 16]` and tables `[n, 4]` to E5M2."""
+  tables = (jnp.repeat(table, 4, axis=1) for table in (low, high))
+  parts = [word & 0xFFFF, (word >> 16) & 0xFFFF]
+  words = jnp.stack(parts, axis=-1).reshape(word.shape[0], -1)
+  return in_order_of_blocks(
+    float8_values(words, *(jnp.repeat(table, 2, axis=1) for table in tables))
+  )
+
+
+def by_blocks(
+  words: jax.Array, scales: jax.Array, unit: jax.Array, interpret: bool
+) -> jax.Array:
+  """Decodes int32 words `[64, 16]` to E5M2 `[64, 128]` as `as_float8` does, faster.
+
+  A thread decodes whole blocks, so that it has one scale a row and reads its codes at
+  once. The columns come in the order of `in_order_of_blocks`; `scales`, uint8 `[64, 4]`
+  in `words_layout`, has the bytes of the four blocks of a row.
+  """
+  layout = device.words_layout()
+  wide: Callable[[jax.Array], jax.Array] = lambda x: x.astype(jnp.int32)
+  how = {"layouts": [layout], "layout": layout, "interpret": interpret}
+  byte = device.by_ptx("mov.b32 $0, $1;", wide, scales, **how)
+  tables = (
+    jnp.where(byte == 0, 0, (byte - unit) * step + start) for start, step in _TABLE
+  )
+  return device.halves_by_ptx(
+    HALVES_PTX, _half_values, words, *tables, interpret=interpret
+  )
 
 
 def as_bfloat16(

@@ -11,6 +11,7 @@ of its rows.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import FLOAT8, Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels import choice, codec, lowering, mxfp4_decode
-from mxjax.pallas_kernels.mosaic import products
+from mxjax.pallas_kernels.mosaic import products, stream_k
 from mxjax.pallas_kernels.products import float8
 from mxjax.pallas_kernels.products.float8 import Float8Inputs
 
@@ -164,24 +165,96 @@ def float8_matmul(
   the scale from there. `implementation` concerns everything but the library's product.
   Returns `[n, m]` in `dtype`; raises ValueError if the widths differ.
   """
-  if x.shape[-1] != weight.shape[-1]:
-    raise ValueRefusal(
-      "pallas_kernels.float8_matmul",
-      expected="x [n, d] and weight [m, d]",
-      got=f"{x.shape} and {weight.shape}",
-    )
+  how = {"dtype": dtype, "implementation": implementation}
+  [made] = float8_matmul_each([x], [weight], [unit], **how)
+  return made
+
+
+def float8_matmul_each(
+  xs: Sequence[Float8Inputs],
+  tensors: Sequence[mxfp4.MXTensor],
+  units: Sequence[jax.Array],
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  implementation: Implementation | None = None,
+) -> list[jax.Array]:
+  """Multiplies the operands of several linears of one width as `float8_matmul` does.
+
+  The inputs, `[n, d]` all, may be the same object. Linears that the stream-K form
+  multiplies share a launch, the others have launches of their own.
+  """
+  for x, weight in zip(xs, tensors, strict=True):
+    if x.shape[-1] != weight.shape[-1] or x.shape != xs[0].shape:
+      raise ValueRefusal(
+        "pallas_kernels.float8_matmul",
+        expected="x [n, d] and weight [m, d], n and d the same in all",
+        got=f"{x.shape} and {weight.shape}",
+      )
   implementation = implementations.choose(
     "pallas_kernels.float8_matmul",
     implementation,
-    pallas=None if x.shape[0] else "x has no rows",
+    pallas=None if xs[0].shape[0] else "x has no rows",
     capability=FLOAT8,
   )
+  chosen = [
+    choice.product(x.shape[0], *weight.shape, has_float8=True)
+    for x, weight in zip(xs, tensors, strict=True)
+  ]
+  places = range(len(xs)) if implementation != "xla" else ()
+  shared = [place for place in places if chosen[place] is choice.FLOAT8_STREAM]
+  of_shared = lambda of_each: [of_each[place] for place in shared]
+  made: dict[int, jax.Array] = {}
+  if shared:
+    operands = map(of_shared, (xs, tensors, units))
+    results = _together(*operands, dtype=dtype, interpret=implementation == "interpret")
+    made = dict(zip(shared, results, strict=True))
+  for place, operands in enumerate(zip(xs, tensors, units, chosen, strict=True)):
+    if place not in made:
+      made[place] = _alone(*operands, dtype=dtype, implementation=implementation)
+  return [made[place] for place in range(len(xs))]
+
+
+def _together(
+  xs: Sequence[Float8Inputs],
+  tensors: Sequence[mxfp4.MXTensor],
+  units: Sequence[jax.Array],
+  *,
+  dtype: jax.typing.DTypeLike,
+  interpret: bool,
+) -> list[jax.Array]:
+  """Multiplies by the stream-K form; XLA shifts and reorders the inputs of all."""
+  rows, width = xs[0].shape
+  # What all share is shifted once.
+  xs = xs[:1] if all(x is xs[0] for x in xs) else xs
+  values, scales = (
+    jnp.concatenate([getattr(x, name) for x in xs]) for name in ("values", "scales")
+  )
+  moved, by_row = _shifted_by_xla(Float8Inputs(values, scales))
+  return stream_k.float8_products(
+    moved.reshape(len(xs), rows, width),
+    tensors,
+    units,
+    by_row.reshape(len(xs), rows),
+    dtype=dtype,
+    interpret=interpret,
+  )
+
+
+def _alone(
+  x: Float8Inputs,
+  weight: mxfp4.MXTensor,
+  unit: jax.Array,
+  chosen: choice.Product,
+  *,
+  dtype: jax.typing.DTypeLike,
+  implementation: Implementation,
+) -> jax.Array:
+  """Multiplies by a launch of its own, or by the library."""
   interpret = implementation == "interpret"
   moved, by_row = (
     _shifted_by_xla(x) if implementation == "xla" else shifted(x, interpret=interpret)
   )
   by_row = by_row[:, None].astype(dtype)
-  chosen = choice.product(x.shape[0], *weight.shape, has_float8=True)
   if implementation != "xla" and chosen is choice.FLOAT8_MOSAIC:
     made = products.float8_product(
       moved, weight, unit, dtype=dtype, interpret=interpret

@@ -75,9 +75,11 @@ class Arrays(Memory):
 
 def parse(ptx):
   """Instructions (predicate, operation, operands), places of labels, threads."""
-  body = ptx[ptx.index("{\n", ptx.index(".reqntid")) + 2 : ptx.rindex("}")]
-  body = re.sub(r"//[^\n]*", "", body)
-  threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])
+  # Triton's kernels and Mosaic's.
+  size = re.search(r"\.(?:reqntid|maxntid) (\d+)", ptx)
+  body = ptx[ptx.index("{\n", size.end()) + 2 : ptx.rindex("}")]
+  body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", body, flags=re.MULTILINE)
+  threads = int(size[1])
   code, labels = [], {}
   for statement in body.split(";"):
     text = " ".join(statement.split())
@@ -183,6 +185,10 @@ class Block:
         warp = lane & ~31
         source = lane ^ other if rest[1] == "bfly" else warp + (other & 31)
         self.write(operands[0], self.value(operands[1], 32)[source], is_on)
+      case "elect":
+        lane = np.arange(self.threads, dtype=np.uint32) & 31
+        for register, value in zip(operands[0].split("|"), (0, lane == 0), strict=True):
+          self.write(register, value, is_on)
       case "redux":
         value = typed(self.value(operands[1], 32), rest[-1]).reshape(-1, 32)
         best = {"max": np.max, "min": np.min}[rest[1]](value, axis=1)

@@ -16,17 +16,18 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 
-def run(ptx, *operands):
+def run(ptx, *operands, results=1):
   """Runs straight-line PTX, the text of an inline instruction.
 
   Args:
     ptx: Instructions, `$0` the result and `$1`, ... the operands.
     operands: uint32 arrays of one shape.
+    results: How many results there are, before the operands.
 
   Returns:
-    uint32, that shape.
+    uint32, that shape; of several results, the list.
   """
-  registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
+  registers = {f"${i + results}": operand for i, operand in enumerate(operands)}
   value = lambda text: int(re.sub("^0f", "0x", text), 0)
   number = lambda text: np.full(operands[0].shape, value(text), np.uint32)
   for line in ptx.strip().removeprefix("{").removesuffix("}").split(";"):
@@ -36,7 +37,8 @@ def run(ptx, *operands):
     operation, target, *sources = words
     values = [registers[s] if s in registers else number(s) for s in sources]
     registers[target] = evaluate(operation, values)
-  return registers["$0"]
+  made = [registers[f"${i}"] for i in range(results)]
+  return made if results > 1 else made[0]
 
 
 def floats(bits, dtype):

@@ -71,6 +71,27 @@ def test_before_jax_0_11_there_is_no_mosaic(monkeypatch):
 def test_every_entry_names_a_measurement_that_is_there():
   for entry in choice.TABLE:
     assert (ROOT / entry.measured).is_file()
+  assert not set(choice.TABLE) & set(choice.CANDIDATES)
+
+
+@pytest.mark.usefixtures("has_mosaic")
+def test_a_candidate_is_taken_only_where_it_is_tried_and_can_run(monkeypatch):
+  stream = choice.FLOAT8_STREAM
+  assert product(64, targets.HOPPER, monkeypatch) is choice.FLOAT8_MOSAIC
+  with choice.trying(stream):
+    for rows, wanted in (
+      (4, choice.INT8),
+      (5, stream),
+      (511, stream),
+      (512, choice.FLOAT8_MOSAIC),
+    ):
+      assert product(rows, targets.HOPPER, monkeypatch) is wanted
+    for target in (targets.AMPERE, targets.ADA, targets.BLACKWELL):
+      assert product(64, target, monkeypatch) is choice.PACKED
+    for shape in ((12288, 4224), (12300, 4096)):
+      assert product(8, targets.HOPPER, monkeypatch, shape=shape) is choice.PACKED
+    assert product(8, targets.HOPPER, monkeypatch, has_float8=False) is choice.PACKED
+  assert product(8, targets.HOPPER, monkeypatch) is choice.PACKED
 
 
 def leaf(outputs, float8=True):

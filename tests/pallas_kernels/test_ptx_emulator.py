@@ -186,3 +186,23 @@ def test_a_sign_is_copied_to_the_magnitude_of_the_second():
   sign, value = np.float32([[-3, 3, -0.0, 0.0], [2, -2, 0.5, -0.5]]).view(np.uint32)
   got = ptx_machine.evaluate("copysign.f32", [sign, value]).view(np.float32)
   np.testing.assert_array_equal(got, np.float32([-2, 2, -0.5, 0.5]))
+
+
+def test_a_kernel_of_mosaic_elects_a_thread_of_each_warp():
+  body = """
+    .loc\t1 40 9
+    elect.sync %r5|%p1, -1;
+    // begin inline asm
+    {
+.reg .b32 part;
+mov.b32 part, %r0;
+add.s32 %r1, part, 7;
+}
+    selp.b32 %r2, %r1, 0, %p1;
+  """
+  body += own("%rd1", 4) + "st.global.b32 [%rd9], %r2;"
+  text = kernel(body, threads=64).replace(".reqntid", ".maxntid")
+  x, out = np.zeros(1, np.int32), np.zeros(64, np.int32)
+  got = ptx_emulator.launch(text, (1, 1, 1), [x, out])[1]
+  want = np.where(np.arange(64) % 32 == 0, np.arange(64) + 7, 0)
+  np.testing.assert_array_equal(got, want)

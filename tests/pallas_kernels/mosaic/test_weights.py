@@ -5,7 +5,7 @@ import pytest
 
 from mxjax.pallas_kernels.mosaic import weights
 from tests.pallas_kernels import ptx_machine
-from tests.pallas_kernels.operands import elements, rounded
+from tests.pallas_kernels.operands import decoded, elements, packed, rounded
 
 WORDS = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype=np.uint16))
 CODES = (WORDS[:, None] >> (4 * np.arange(4))) & 15
@@ -66,3 +66,32 @@ def test_pairs_of_columns_are_put_first_and_second():
   first, second = np.asarray(weights.split(x))
   np.testing.assert_array_equal(first[0], [0, 1, 4, 5, 8, 9])
   np.testing.assert_array_equal(second[1], [14, 15, 18, 19, 22, 23])
+
+
+@pytest.mark.parametrize("shift", [-13, 0, 13])
+def test_ptx_makes_of_a_word_what_its_halves_are(shift):
+  words = WORDS.view(np.uint32)
+  tables = [start + shift * step for start, step in weights._TABLE]
+  filled = [np.full(words.shape, table, np.uint32) for table in tables]
+  got = ptx_machine.run(weights.HALVES_PTX, words, *filled, results=2)
+  wide = np.stack(got, -1).view(ml_dtypes.float8_e5m2).astype(np.float64)
+  np.testing.assert_array_equal(wide.reshape(-1, 4), elements(CODES) * 2.0**shift)
+
+
+def test_weights_by_blocks_are_in_the_order_of_the_inputs():
+  rng = np.random.default_rng(0)
+  tensor = packed(64, 128, -9, 9)
+  words = np.asarray(tensor.codes).view(np.int32)
+  how = {"unit": jnp.int32(127), "interpret": True}
+  got = weights.by_blocks(jnp.asarray(words), tensor.scales, **how)
+  x = rng.standard_normal((3, 128)).astype(np.float32)
+  seen = np.asarray(weights.in_order_of_blocks(jnp.asarray(x)))
+  values = np.asarray(got, np.float64)
+  np.testing.assert_allclose(seen @ values.T, x @ decoded(tensor).T, rtol=1e-5)
+  # A thread has a block, and the n-th registers of four threads follow each other.
+  columns = np.asarray(weights.in_order_of_blocks(jnp.arange(128)[None]))[0]
+  thread, register, byte = np.ix_(range(4), range(8), range(4))
+  place = 16 * register + 4 * thread + byte
+  np.testing.assert_array_equal(columns[place], 32 * thread + 4 * register + byte)
+  # All columns are there once.
+  np.testing.assert_array_equal(np.sort(values), np.sort(decoded(tensor)))
