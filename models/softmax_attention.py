@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.numerics import precision
+from mxjax.numerics.elementwise import add_to_slice
 from mxjax.numerics.precision import rounded
 
 Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
@@ -167,8 +168,10 @@ def _backward(
       at_scores = flat(weight) * ((at_weights - flat(level)) * scale)
       total_gradient += _product(at_scores, keys_here.swapaxes(2, 3))
       place = (..., slice(low, high))
-      at_values = at_values.at[place].add(_product(by_feature, flat(weight)))
-      at_keys = at_keys.at[place].add(_product(own_by_feature, at_scores))
+      to_values = _product(by_feature, flat(weight))
+      at_values = add_to_slice(at_values, place, to_values)
+      to_keys = _product(own_by_feature, at_scores)
+      at_keys = add_to_slice(at_keys, place, to_keys)
     at_queries.append(total_gradient.reshape(batch, heads, group, -1, width))
   joined = jnp.concatenate(at_queries, axis=3).swapaxes(3, 4)
   gradients = joined, at_keys, at_values

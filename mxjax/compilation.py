@@ -65,9 +65,17 @@ class Jitted(Generic[T]):
     self._compiler_options, self._options = compiler_options, options
     # JAX takes compiler options only from the outermost function of a program.
     self._within = jax.jit(function, **options)
+    self._making = threading.Lock()
+
+  @property
+  def _outermost(self) -> Any:
+    # A cached property lets two threads compute since Python 3.12, and each would
+    # compile every program for itself.
+    with self._making:
+      return self._made
 
   @functools.cached_property
-  def _outermost(self) -> Any:
+  def _made(self) -> Any:
     # Made at the first call: which device there is must not be asked before.
     trials = WITHOUT_TRIALS if jax.default_backend() == "gpu" else {}
     chosen = {**trials, **(self._compiler_options or {})}

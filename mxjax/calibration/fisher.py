@@ -25,6 +25,7 @@ from mxjax.calibration.linear_inputs import HESSIAN_TILE, LinearInputs, mirrored
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
 from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.elementwise import add_to_slice
 
 SHARE = 0.7
 """The share a of the Fisher weights beside uniform ones."""
@@ -75,7 +76,8 @@ def _gram_step(
   for start in range(0, len(carry), HESSIAN_TILE):
     tile = rows[:, start : start + HESSIAN_TILE], rows[:, start:]
     product = jnp.einsum("tm,tn->mn", *tile, precision=precision.HIGHEST)
-    carry = carry.at[start : start + HESSIAN_TILE, start:].add(product)
+    place = slice(start, start + HESSIAN_TILE), slice(start, None)
+    carry = add_to_slice(carry, place, product)
   return carry
 
 

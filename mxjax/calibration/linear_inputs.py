@@ -19,6 +19,7 @@ from mxjax.devices import execution
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.devices.totals import Totals
 from mxjax.numerics import implementations, mxfp4, precision
+from mxjax.numerics.elementwise import add_to_slice
 from mxjax.numerics.shaping import reference_chart
 
 Step = Callable[..., Any]
@@ -61,7 +62,8 @@ def _hessian_step(
   for start in range(0, flat.shape[0], HESSIAN_TILE):
     tile = flat[start : start + HESSIAN_TILE], flat[start:]
     product = jnp.einsum("dn,en->de", *tile, precision=precision.HIGHEST)
-    carry = carry.at[start : start + HESSIAN_TILE, start:].add(product)
+    place = slice(start, start + HESSIAN_TILE), slice(start, None)
+    carry = add_to_slice(carry, place, product)
   return carry
 
 

@@ -1,4 +1,6 @@
-"""Reference implementations of RMSNorm and the SwiGLU product."""
+"""Reference implementations of RMSNorm and the SwiGLU product; sums into a slice."""
+
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -32,3 +34,17 @@ def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
   rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
   passed = rounded(jax.nn.silu(rows.astype(jnp.float32)).astype(gate.dtype))
   return rounded(passed * columns).T.reshape(gate.shape)
+
+
+def add_to_slice(
+  total: jax.Array, place: tuple[slice | EllipsisType, ...], part: jax.Array
+) -> jax.Array:
+  """Returns `total` with `part`, of its dtype, added at the static slices `place`.
+
+  Where the slices are all of the array this is a plain sum. As a scatter it would have
+  an array of no elements for its indices, and jaxlib 0.11.2 ends the process with a
+  segmentation fault when it compiles one inside `shard_map`.
+  """
+  if part.shape == total.shape:
+    return total + part
+  return total.at[place].add(part)

@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +38,8 @@ from mxjax.numerics import float_bits
 from mxjax.numerics.contract import Contract
 
 _log = logging.getLogger(__name__)
+_DIGESTING = threading.Lock()
+"""Held while weights are digested, behind the work on the first layer or before it."""
 
 MEMBERS = (
   "num_layers",
@@ -211,9 +214,15 @@ class Setup:
       "model": model_identity(self.model, self.params, self.calib.tokens),
     }
 
-  @functools.cached_property
+  @property
   def weights_digest(self) -> str:
-    """The SHA-256 of the float params, computed when it is first read."""
+    """The SHA-256 of the float params, computed once, when it is first read."""
+    # A cached property lets two threads compute since Python 3.12.
+    with _DIGESTING:
+      return self._weights_digest
+
+  @functools.cached_property
+  def _weights_digest(self) -> str:
     return params_digest(self.params)
 
   def data(self) -> dict[str, Any]:
@@ -240,7 +249,7 @@ class Setup:
       preparation={**self.preparation, **record},
     )
     if rewritten is None and self.store is not None:
-      vars(found)["weights_digest"] = self.weights_digest  # Of the same arrays.
+      vars(found)["_weights_digest"] = self.weights_digest  # Of the same arrays.
     if rewritten is not None and hook_results.is_own(self.program, "prepare"):
       with errors.within("prepare"):
         _check_layers(found)

@@ -3,6 +3,8 @@
 import ast
 import pathlib
 import threading
+import time
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +118,28 @@ def test_a_cpu_compiles_as_jax_does(monkeypatch):
   jitted.clear_cache()
   with pytest.raises(Exception, match="no_such_option"):
     compilation.jit(compiler_options=UNKNOWN)(scaled)(x)
+
+
+def test_threads_that_call_first_share_one_function(monkeypatch):
+  """From Python 3.12 on a cached property alone would make one for each."""
+  start, asked = threading.Barrier(4), []
+
+  def default_backend():
+    asked.append("gpu")
+    # Other threads run meanwhile.
+    time.sleep(0.05)
+    return "gpu"
+
+  monkeypatch.setattr(jax, "default_backend", default_backend)
+  jitted = compilation.jit()(scaled)
+
+  def work(_):
+    start.wait()
+    return jitted._outermost
+
+  with futures.ThreadPoolExecutor(4) as pool:
+    found = list(pool.map(work, range(4)))
+  assert len(set(map(id, found))) == len(asked) == 1
 
 
 def test_a_call_outside_traces_waits_and_one_within_does_not():

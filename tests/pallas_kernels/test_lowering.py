@@ -7,7 +7,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import mesh
 from jax._src.pallas import core
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -15,6 +14,7 @@ from jax.experimental.pallas import triton
 from mxjax.numerics import mxfp4
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.pallas_kernels import lowering, mxfp4_decode, mxfp4_encode, recovery
+from tests import targets
 
 
 def array(dtype, *shape):
@@ -47,16 +47,10 @@ def test_what_a_kernel_cannot_address_is_left_to_xla():
 
 
 def lowered_for_a_gpu(function, *operands):
-  """Lowers for an H100 that need not be there, without a compiler."""
-  gpu = mesh.AbstractDevice("NVIDIA H100", 132, "gpu")
-  gpu = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=gpu)
-  with (
-    jax.sharding.use_abstract_mesh(gpu),
-    warnings.catch_warnings(record=True) as told,
-  ):
+  """The program for a GPU, and what JAX warned of."""
+  with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    traced = jax.jit(function).trace(*operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = targets.lowered_for_a_gpu(function, *operands)
   return text, [str(warning.message) for warning in told]
 
 

@@ -10,6 +10,11 @@ kernel first runs.
 import functools
 import importlib.util
 import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LANES = 32
 """Numbers in a vector: two AVX-512 registers, so that their latencies overlap."""
@@ -35,3 +40,18 @@ def cores() -> int:
   """Returns the number of CPU cores that this process may use."""
   known = hasattr(os, "sched_getaffinity")
   return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+
+
+def once(function: Callable[..., T]) -> Callable[..., T]:
+  """Decorates as `functools.cache`, and a thread waits for another that computes.
+
+  `functools.cache` lets both compute, and XLA refuses the second kernel of one name.
+  """
+  cached, lock = functools.cache(function), threading.Lock()
+
+  @functools.wraps(function)
+  def run(*args: Any, **kwargs: Any) -> T:
+    with lock:
+      return cached(*args, **kwargs)
+
+  return run

@@ -44,7 +44,7 @@ def obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
   return None
 
 
-@functools.cache
+@native.once
 def _compiled() -> Any:
   """Compiles the kernel, once per process."""
   from mxjax.numerics.native import encode_kernel

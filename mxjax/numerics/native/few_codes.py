@@ -28,7 +28,7 @@ def obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
   return refinement.obstacle(x)
 
 
-@functools.cache
+@native.once
 def _register(changes: int, scale_rule: str) -> None:
   """Compiles and registers the kernels for a number of changes, once per process."""
   from mxjax.numerics.native import custom_call, few_codes_kernel

@@ -57,7 +57,7 @@ def obstacle(x: jax.Array) -> str | None:
   return machine_obstacle()
 
 
-@functools.cache
+@native.once
 def _register() -> None:
   """Compiles and registers the kernels, once per process."""
   from mxjax.numerics.native import custom_call, refinement_kernel

@@ -4,8 +4,6 @@ The reference is `mxjax.numerics.realization.two_sided.round_rows`. Sums run in 
 order of the features, where XLA may take another.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -27,7 +25,7 @@ def obstacle(weight: jax.Array, scales: str, tie_rule: str) -> str | None:
   return machine_obstacle()
 
 
-@functools.cache
+@native.once
 def _register(passes: int) -> None:
   """Compiles and registers the kernel for a number of passes, once per process."""
   from mxjax.numerics.native import custom_call, row_rounding_kernel

@@ -29,3 +29,18 @@ def test_gated_product():
   gate, up = jnp.array([0.0, 2.0]), jnp.array([3.0, 3.0])
   want = [0.0, 6.0 / (1.0 + np.exp(-2.0))]
   np.testing.assert_allclose(elementwise.gated_product(gate, up), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "place",
+  [(..., slice(1, 3)), (..., slice(0, 4)), (slice(0, 9), slice(0, None))],
+  ids=["some columns", "all columns", "all of a tile"],
+)
+def test_a_sum_into_a_slice_has_no_empty_array(place):
+  total = np.arange(12, dtype=np.float32).reshape(3, 4)
+  want = total.copy()
+  part = np.full_like(want[place], 0.5)
+  want[place] += part
+  add = jax.jit(lambda total, part: elementwise.add_to_slice(total, place, part))
+  np.testing.assert_array_equal(add(total, part), want)
+  assert "tensor<0x" not in add.lower(total, part).as_text()

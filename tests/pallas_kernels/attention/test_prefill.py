@@ -127,10 +127,8 @@ def lowered_layer(config, length, **variables):
   layer = DecoderLayer(config, parent=None)
   hidden = jax.ShapeDtypeStruct((1, length, config.hidden_size), config.dtype)
   params = jax.eval_shape(layer.init, jax.random.key(0), hidden)
-  traced = jax.jit(lambda p, x: layer.apply({**p, **variables}, x)).trace(
-    params, hidden
-  )
-  return traced.lower(lowering_platforms=("cuda",)).as_text()
+  run = lambda params, x: layer.apply({**params, **variables}, x)
+  return targets.lowered_for_a_gpu(run, params, hidden)
 
 
 def largest(program):
@@ -161,10 +159,8 @@ def test_a_prompt_and_a_token_beside_a_cache_have_kernels_of_their_own(on_a_gpu)
   cache = jax.eval_shape(lambda: model.empty_cache(1, 128))
   for tokens, kernel in ((100, "prefill"), (1, "cached")):
     hidden = array((1, tokens, model.config.hidden_size), jnp.bfloat16)
-    traced = jax.jit(model.layer_with_cache).trace(
-      params, cache, hidden, array((), jnp.int32)
-    )
-    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    operands = params, cache, hidden, array((), jnp.int32)
+    program = targets.lowered_for_a_gpu(model.layer_with_cache, *operands)
     names = {n for n in ("prefill", "cached") if f"mxjax_{n}_attention" in program}
     assert names == {kernel}
 

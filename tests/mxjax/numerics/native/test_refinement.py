@@ -1,6 +1,8 @@
 """The refinement in the processor's own vector instructions, against the reference."""
 
 import functools
+import threading
+import time
 from concurrent import futures
 
 import jax
@@ -129,6 +131,27 @@ def test_calls_from_several_threads_do_not_wait_for_each_other():
   with futures.ThreadPoolExecutor(4) as pool:
     list(pool.map(lambda _: work(), range(4)))
   assert len(wrong) == 200 and sum(wrong) == 0
+
+
+def test_threads_that_need_a_kernel_first_make_it_once():
+  """XLA refuses a second kernel of one name."""
+  made, start = [], threading.Barrier(4)
+
+  @native.once
+  def make(name):
+    made.append(name)
+    # Other threads run meanwhile.
+    time.sleep(0.05)
+    return object()
+
+  def work(_):
+    start.wait()
+    return make("kernel")
+
+  with futures.ThreadPoolExecutor(4) as pool:
+    found = list(pool.map(work, range(4)))
+  assert made == ["kernel"] and found == found[:1] * 4
+  assert make("another") is not found[0]
 
 
 def test_another_interface_of_xla_is_not_called(monkeypatch, asked_anew):
