@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import pathlib
 import re
 import subprocess
@@ -95,9 +94,7 @@ def test_a_hanging_question_is_stopped_and_no_disk_still_reports(folder, tmp_pat
   # On a busy machine the first question begins late, and gets what is left.
   assert re.search("kernels: stopped after [5-7] s", done.stdout)
   assert "build 8B, next: left out: no time" in done.stdout
-  assert math.isclose(
-    verdicts(out, "4")["questions"]["kernels"]["seconds"], 7, abs_tol=3
-  )
+  assert verdicts(out, "4")["questions"]["kernels"]["seconds"] >= 5
 
 
 def test_a_folder_that_cannot_be_written_still_reports(folder, tmp_path):

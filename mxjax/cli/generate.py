@@ -116,6 +116,7 @@ def run(options: argparse.Namespace) -> None:
   """Prints the prompt and its continuation, as JSON or piece by piece."""
   import numpy as np
 
+  from mxjax.cli import output
   from mxjax.evaluation import subjects
   from mxjax.models.streaming import PrefixCache
 
@@ -132,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
     facts = speak(cache, tokenizer, ids, **arguments)
     print(json.dumps(facts | {"text": options.prompt + facts["text"]}))
     return
-  print(options.prompt, end="", flush=True)
+  output.piece(options.prompt)
   speak_aloud(cache, tokenizer, ids, **arguments)
 
 
@@ -140,14 +141,10 @@ def speak_aloud(
   cache: "PrefixCache", tokenizer: "Tokenizer", ids: "np.ndarray", **arguments: Any
 ) -> str:
   """Prints a continuation as it is made, its speed on stderr; returns the text."""
-  facts = speak(
-    cache,
-    tokenizer,
-    ids,
-    show=lambda piece: print(piece, end="", flush=True),
-    **arguments,
-  )
-  print()
+  from mxjax.cli import output
+
+  facts = speak(cache, tokenizer, ids, show=output.piece, **arguments)
+  output.piece("\n")
   parts = [f"{facts['tokens']} tokens"]
   if facts["tokens_per_second"]:
     parts.append(f"{facts['tokens_per_second']:.1f} tokens/s")

@@ -31,6 +31,8 @@ Begin = Callable[[str], OnProgress]
 """Starts the display of a method's progress."""
 _heartbeats: list[Heartbeat] = []
 """That of the command that runs, if no terminal shows what it does."""
+_is_line_open = False
+"""Whether the last `piece` left the terminal's cursor within a line."""
 
 
 def say(text: str) -> None:
@@ -39,6 +41,17 @@ def say(text: str) -> None:
   No line is broken, or a long path could be neither copied nor read by a program.
   """
   STDOUT.print(texts.printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def piece(text: str) -> None:
+  """Prints text as it is made, with no line end behind it.
+
+  What `teller` says meanwhile on the same terminal begins a line of its own.
+  """
+  global _is_line_open
+  print(text, end="", flush=True)
+  if text:
+    _is_line_open = sys.stdout.isatty() and not text.endswith("\n")
 
 
 def print_table(table: Table) -> None:
@@ -153,8 +166,12 @@ def teller(form: str) -> Callable[[str], None]:
     return lambda text: emit("message", text=text)
 
   def tell(text: str) -> None:
+    global _is_line_open
     for beating in _heartbeats:
       beating.spoke()
+    if _is_line_open:
+      STDERR.print()
+      _is_line_open = False
     STDERR.print(texts.printable(text), markup=False, highlight=False, soft_wrap=True)
 
   return tell

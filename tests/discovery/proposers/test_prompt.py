@@ -279,3 +279,10 @@ def test_the_reasoning_effort_is_asked_for_only_if_set(tmp_path):
     runs.RunOptions(task={}, config={}, proposer=settings), TASK
   )
   assert made._request([])["reasoning_effort"] == "low"
+
+
+def test_an_entry_does_not_repeat_what_the_table_holds():
+  """Changes of what has a value are in the table of what was measured."""
+  text = prompt.entry_text(dataclasses.replace(PACKET, values={"loss": 2.0}))
+  assert "loss -0.1" not in text
+  assert "layer_0 +0.25" in text

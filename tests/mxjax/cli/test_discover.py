@@ -169,6 +169,11 @@ luck = 0.25
   assert read.resolved["seeds"] == [104, 105]
 
 
+def test_an_array_that_ends_a_file_does_not_go_on_into_a_name(tmp_path):
+  read = parsed(tmp_path, "study", "matched", text="out = 'x'\nseeds = [104, 105]\n")
+  assert (read.name, read.seeds) == ("matched", [104, 105])
+
+
 def test_a_file_of_a_study_holds_options_of_a_study(refuses, tmp_path):
   (tmp_path / "study.toml").write_text('task = "world"\nmax-tokens = 3\n')
   words = ["discover", "study", "matched", "--out", tmp_path / "s", "--config"]

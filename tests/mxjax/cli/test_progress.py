@@ -8,6 +8,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import time
 
 import jax
@@ -132,6 +133,18 @@ def test_counts_are_lines_without_a_terminal(capsys):
     for done in range(3):
       update("piqa", done, 2)
   assert capsys.readouterr().err == "piqa: 0/2\npiqa: 2/2\n"
+
+
+def test_what_is_said_within_generated_text_begins_a_line(capsys, monkeypatch):
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  tell = output.teller("bars")
+  output.piece("The moon is")
+  tell("compiling")
+  tell("still compiling")
+  assert capsys.readouterr().err == "\ncompiling\nstill compiling\n"
+  output.piece(" round.\n")
+  tell("done")
+  assert capsys.readouterr().err == "done\n"
 
 
 def test_a_bar_says_what_compiles_what_is_evaluated_and_ends_full():
