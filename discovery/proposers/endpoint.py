@@ -447,6 +447,12 @@ class Cassette:
     other._sample = number
     return other
 
+  def asking(self, client: Client) -> "Cassette":
+    """Returns this cassette with another client to ask for what is not recorded."""
+    other = copy.copy(self)
+    other._client = client
+    return other
+
   def seconds(self, untimed: Mapping[str, Any], measured: float) -> float:
     """Returns the seconds that a request is to tell, as the recording machine had them.
 

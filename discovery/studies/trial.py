@@ -357,7 +357,7 @@ PACKED = (
   *("runs/*/run.json", "runs/*/log.jsonl", "runs/*/programs/*.py"),
   *("runs/*/outcomes/*.json", "runs/*/proposals/*.json", "runs/*/replies/*.json"),
   *("replay/*/transitions/*.json", "replay/*/successors/*.json"),
-  *("replay/*/replies/*.json", "replay/*/scores/*.json"),
+  *("replay/*/cassettes/*.jsonl", "replay/*/prompts/*.json", "replay/*/scores/*.json"),
 )
 """What is packed: prompts, replies, logs, programs and outcomes; nothing compiled."""
 

@@ -46,7 +46,7 @@ from mxjax.discovery.core.store import Store, begun_events
 from mxjax.discovery.core.task import Status, Task
 from mxjax.discovery.core.verdict import FORBIDDING, RESPONSES, Response, Verdict
 from mxjax.discovery.proposers import llm
-from mxjax.discovery.proposers.endpoint import Client, Reply
+from mxjax.discovery.proposers.endpoint import Cassette, Client, Reply
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.asking import FreeProxy
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
@@ -62,53 +62,29 @@ OF_QUESTIONS = ("question", "resolved")
 Tell = Callable[[str], Any]
 
 
-class Tape:
-  """A client that asks once for each request and sample, and remembers the reply.
+class Waiting:
+  """A client that keeps its requests, and frees a lock while it waits for an answer.
 
-  A reply lies in `replies` of the store under the digest of its request, which names
-  the sample as `seed`, beside the request itself.
+  The server is told the number of the sample as `seed`.
   """
 
   def __init__(
-    self,
-    store: Store,
-    sample: int,
-    client: Client | None,
-    lock: "threading.Lock | None" = None,
+    self, client: Client, store: Store, sample: int, lock: threading.Lock
   ) -> None:
-    """Opens the tape of one sample; without a client it only replays.
-
-    `lock`, which whoever asks holds, is released while an answer is waited for.
-    """
-    self._store, self._sample, self._client = store, sample, client
-    self._lock = lock
-    self.name: str = "tape" if client is None else client.name
+    """Puts prompts into `prompts` of the store; whoever asks holds `lock`."""
+    self._client, self._store = client, store
+    self._sample, self._lock = sample, lock
+    self.name: str = client.name
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
-    """See `Client.complete`.
-
-    Raises:
-      OutageError: The request is not on the tape, and there is no client.
-    """
-    body = {**request, "seed": self._sample}
-    key = identity.digest(body)
-    stored = self._store.get("replies", key)
-    if stored is None:
-      if self._client is None:
-        raise OutageError(
-          f"tape: {self._store.path} holds no reply to request {key[:12]}; replay with "
-          "the version and the plan that recorded it, or ask the model again."
-        )
-      if self._lock is not None:
-        self._lock.release()
-      try:
-        reply = self._client.complete(body).model_dump()
-      finally:
-        if self._lock is not None:
-          self._lock.acquire()
-      stored = {"messages": request["messages"], "seed": self._sample, "reply": reply}
-      self._store.put("replies", key, stored)
-    return Reply(**stored["reply"])
+    """See `Client.complete`."""
+    key = identity.digest(dict(request))
+    self._store.put("prompts", key, {"messages": request["messages"]})
+    self._lock.release()
+    try:
+      return self._client.complete({**request, "seed": self._sample})
+    finally:
+      self._lock.acquire()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +323,8 @@ class Replay:
   """The replay of one run: its folder, what it is about, and who answers.
 
   Attributes:
-    folder: Keeps replies, outcomes and successors; the run's own stays as it is.
+    folder: Keeps prompts, a cassette of each condition, outcomes and successors; the
+      run's own stays as it is.
     heldout: The task on held-out data, or None.
     client: Returns a new client for a condition, or None to ask nobody.
     compiled: Where jailed workers share what they compiled, or None.
@@ -382,6 +359,14 @@ class Replay:
     self._evaluator = CachedEvaluator(self.task, self._executor, self._state)
     self._proxy = runs.free_proxy(self.options, self.task, self._state)
     self._asked: list[tuple[Transition, str, int, Context, Demand]] = []
+    self._cassettes = {name: self._cassette(name) for name in CONDITIONS}
+
+  def _cassette(self, condition: str) -> Cassette:
+    """Opens the recorded replies of a condition, and asks for none without a client."""
+    file = self.folder / "cassettes" / f"{condition}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    return Cassette(file, "replay" if self.client is None else "record")
 
   def _make_executor(self, task: Task, store: Store) -> Any:
     level, shared = self.options.sandbox, self.compiled
@@ -448,11 +433,13 @@ class Replay:
     made: Context,
     demand: Demand,
   ) -> None:
-    client = None if self.client is None else self.client(condition)
+    cassette = self._cassettes[condition].sampled(sample)
+    if self.client is not None:
+      client = self.client(condition)
+      cassette = cassette.asking(Waiting(client, self._store, sample, self.lock))
     # Python 3.11 parses programs in one thread at a time, and workers serve one.
     with self.lock:
-      tape = Tape(self._store, sample, client, self.lock)
-      proposal = llm.LlmProposer(tape, self.task).propose(made)
+      proposal = llm.LlmProposer(cassette, self.task).propose(made)
       refused = proposal.unusable or made.review(proposal)
       found = self._measured(proposal, made, demand, transition.demand)
     entry = {

@@ -13,7 +13,6 @@ import pytest
 
 from mxjax.cli.main import main
 from mxjax.discovery.core import store
-from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.verdict import Response, Verdict
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
@@ -289,23 +288,21 @@ def test_tables_come_again_from_the_archive_without_a_model(
   assert capsys.readouterr().out == shown[0]
 
 
-def test_a_reply_that_was_not_recorded_is_asked_of_nobody(tmp_path):
-  tape = trial_replay.Tape(store.Store(tmp_path), 0, None)
-  with pytest.raises(OutageError, match="holds no reply"):
-    tape.complete({"messages": []})
-
-
 def test_samples_of_one_request_are_kept_apart(finished):
   by_packet = trial_tables.Recorded(finished.path).successors
-  samples = {key[2] for key in by_packet}
-  assert samples == {0, 1}
-  replies = [
-    store.read_stored(p) for p in finished.path.glob("replay/two/replies/*.json")
+  assert {key[2] for key in by_packet} == {0, 1}
+  entries = [
+    json.loads(line)
+    for file in finished.path.glob("replay/two/cassettes/*.jsonl")
+    for line in file.read_text().splitlines()
   ]
-  firsts = {json.dumps(r["messages"]): set() for r in replies}
-  for reply in replies:
-    firsts[json.dumps(reply["messages"])].add(reply["seed"])
-  assert any(seeds == {0, 1} for seeds in firsts.values())
+  samples = {}
+  for entry in (e for e in entries if "reply" in e):
+    samples.setdefault(entry["request"], set()).add(entry.get("sample", 0))
+  assert {0, 1} in samples.values()
+  # Beside each reply lies the prompt that it answers.
+  prompts = {p.stem for p in finished.path.glob("replay/two/prompts/*.json")}
+  assert prompts == {*samples}
 
 
 @pytest.mark.parametrize(
