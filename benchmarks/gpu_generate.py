@@ -349,15 +349,7 @@ def torchs(sizes, results):
   def measured(run):
     if not is_gpu:
       return common.clock(run)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-      for _ in range(3):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-      out = run()
+    graph, out = common.cuda_graph(torch, run)
 
     def replay():
       graph.replay()

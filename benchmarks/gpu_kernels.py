@@ -254,15 +254,7 @@ def torchs(sizes, results, compiled=False):
     if not is_gpu:
       results.put(name, {"ms": common.clock(run)["ms"] / len(sets)})
       return
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-      for _ in range(3):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-      run()
+    graph, _ = common.cuda_graph(torch, run)
     runs = []
     for _ in range(2 * sizes.batches):
       start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
