@@ -32,6 +32,7 @@ from mxjax.run.quantize import run
 
 SMALL = ("llama", "qwen3", "mistral", "olmo2")
 METHODS = ("hires:recover=none", "wush")
+TEXTS = ("WikiText-2", "C4")
 SHARED = {
   "none": (),
   "attention": ("q_proj", "k_proj", "v_proj"),
@@ -127,8 +128,8 @@ def main():
   for name in options.models:
     path = None if name == "smollm2" else f"models/trained/{name}"
     model, params = models.from_pretrained(path)
-    texts = hires_next.small_texts(options.data, path) if path else None
-    draws, tests = texts or hires_next.texts(options.data)
+    texts = hires_next.texts(options.data, hires_next.GERMAN, path)
+    tests = {text: texts.test[text] for text in TEXTS}
     for method in options.methods:
       for draw in options.draws:
         for shared in options.shared:
@@ -136,7 +137,7 @@ def main():
           if tuple(key.values()) in known:
             continue
           program = sharing(methods.get(method), SHARED[shared])
-          found = row(model, params, program, draws[draw], tests)
+          found = row(model, params, program, texts.draws[draw], tests)
           rows.append({**key, **found, "date": made["date"]})
           text = json.dumps({**made, "rows": rows}, indent=1)
           options.out.write_text(text + "\n")
