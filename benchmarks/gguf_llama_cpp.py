@@ -103,6 +103,8 @@ def compare(work):
 
 
 if __name__ == "__main__":
+  if len(sys.argv) != 3:
+    sys.exit(__doc__)
   stage, place = sys.argv[1:]
   pathlib.Path(place).mkdir(parents=True, exist_ok=True)
   {"ours": ours, "theirs": theirs, "compare": compare}[stage](pathlib.Path(place))

@@ -1,4 +1,4 @@
-"""The programs of `benchmarks/shared_maps.py`: one map for linears on the same inputs."""
+"""`benchmarks/shared_maps.py`: linears on the same inputs share one map."""
 
 import pathlib
 import sys
