@@ -36,9 +36,14 @@ class PrefixCache:
     limit: int | None = None,
     cache_format: CacheFormat = "compute",
   ) -> None:
-    """Prepares an empty cache for `limit` tokens, by default the model's limit.
+    """Prepares an empty cache.
 
-    `cache_format` is that of `generation.generate`.
+    Args:
+      model: The model that scores the tokens.
+      params: Its params, float or quantized.
+      limit: Most tokens of a sequence; None takes the model's limit, as does more.
+      cache_format: What the cache holds: `compute`, the compute dtype, or `e4m3`; see
+        `generation.generate`.
     """
     self.model, self._params = model, params
     self._format: CacheFormat = cache_format

@@ -131,6 +131,31 @@ def test_the_page_of_hires_has_the_constants_of_the_code():
     assert float(words.get(shown[0], shown[0])) == pytest.approx(value), pattern
 
 
+def test_the_page_of_discovery_tells_the_recorded_run_as_its_log_does():
+  page = " ".join((ROOT / "docs" / "results" / "discovery.md").read_text().split())
+  log = (ROOT / "tests/golden/world_by_a_model/log.jsonl").read_text().splitlines()
+  events = [json.loads(line) for line in log]
+  outcomes = [e for e in events if e["event"] == "outcome"]
+  controls = [e for e in outcomes if e["kind"] == "control"]
+  edits = [e for e in outcomes if e["kind"] == "candidate"][1:]
+  replies = [e for e in events if e["event"] == "replies"]
+  losses = [e["values"]["loss"] for e in outcomes]
+  words = {1: "one", 7: "seven", 13: "thirteen"}
+  count, made, ran = (words[len(each)] for each in (replies, edits, controls))
+  assert f"{count.capitalize()} replies led to {made} edits and {ran} control" in page
+  assert not [e for e in events if e["event"] == "refused"]
+  told = re.search(r"loss fell from (\S+) to (\S+) at the (\w+)th call", page)
+  best = min(losses)
+  assert told.groups() == (
+    f"{losses[0]:.3f}",
+    f"{best:.3f}",
+    words[outcomes[losses.index(best)]["call"]],
+  )
+  verdicts = [e["verdict"] for e in events if e["event"] == "verdict"]
+  assert verdicts[:2] == re.findall(r"verdict was `(\w+)`", page)
+  assert f"{len(outcomes)} calls of `--task world --seed 1`" in page
+
+
 @pytest.mark.parametrize("page", ["docs/concepts/one_linear.md"])
 def test_a_page_prints_what_it_shows(page, monkeypatch):
   # The last digit of a sum may differ between processors; words may not.

@@ -69,6 +69,12 @@ def freeze(
 ) -> "Trial":
   """Measures the margins of a plan's tasks and freezes it in a new folder.
 
+  Args:
+    path: The folder, which is made.
+    file: The plan as TOML, with the tables and keys `KEYS`.
+    data: The folder of the texts that the plan names with `data:`.
+    tell: Told what is measured.
+
   Raises:
     ValueError: The plan lacks something, or names what there is not.
     FileExistsError: The folder is not empty.
@@ -153,13 +159,20 @@ class Trial:
       )
 
   def task(self, name: str) -> task_.Task:
-    """Returns a task of the plan."""
+    """Returns a task of the plan, loaded once.
+
+    Raises:
+      KeyError: The plan has no task of this name.
+    """
     if name not in self._tasks:
       self._tasks[name] = task_.load(placed(self.plan["tasks"][name], self._data))
     return self._tasks[name]
 
   def heldout(self, name: str) -> task_.Task | None:
-    """Returns a task on other data: those of the plan, or the task's own."""
+    """Returns a task on held-out data: those of the plan, or the task's own.
+
+    None is a task that has none. It is loaded anew by every call.
+    """
     spec = self.plan["tasks"][name]
     if "heldout" not in spec:
       return self.task(name).holdout()
@@ -175,7 +188,7 @@ class Trial:
     return None if self.plan["sandbox"] == "off" else self.path / "compiled"
 
   def options(self, name: str) -> runs.RunOptions:
-    """Returns the options of a run."""
+    """Returns the options of a run: its arm, its seed and budget, and a cassette."""
     run, limits = self.plan["runs"][name], {}
     if "max_tokens" in run:
       limits["max_tokens"] = run["max_tokens"]
@@ -399,7 +412,11 @@ def _digested(path: pathlib.Path, data: bytes) -> bytes:
 
 
 def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-  """Extracts the archive of a trial into a folder; returns it."""
+  """Extracts the archive of a trial into a folder; returns it.
+
+  Raises:
+    tarfile.TarError: It is no archive, or has a member outside the folder.
+  """
   with tarfile.open(file) as archive:
     archive.extractall(folder, filter="data")
   return folder

@@ -145,14 +145,23 @@ def power(pairs: int, first: float, second: float) -> float:
 
 
 def sign_test(wins: int, losses: int) -> float:
-  """Returns the exact two-sided p value of a sign test, ties left out."""
+  """Returns the exact two-sided p value of a sign test, in 0..1.
+
+  Ties are left out; without any win or loss it is 1.
+  """
   total, least = wins + losses, min(wins, losses)
   tail = sum(math.comb(total, k) for k in range(least + 1)) / 2**total
   return min(1.0, 2 * tail)
 
 
 def tables(path: pathlib.Path) -> list[Table]:
-  """Returns every table of a trial's folder."""
+  """Returns every table of a trial's folder, from its records alone.
+
+  Those about replays are left out where nothing was replayed.
+
+  Raises:
+    ValueError: The folder has no plan, or the plan was changed.
+  """
   recorded = Recorded(path)
   found = [_runs(recorded), _validity(recorded)]
   if recorded.transitions:
@@ -164,12 +173,6 @@ def tables(path: pathlib.Path) -> list[Table]:
 def _tokens(counts: Mapping[str, int]) -> str:
   read = lambda name: counts.get(f"{name}_tokens", 0)
   return f"{read('input'):,} / {read('output'):,}"
-
-
-def _usage(events: Sequence[Event]) -> Counter[str]:
-  """Returns what the proposer of a run used, as far as its log says."""
-  last = events[-1]
-  return Counter(last["ledger"]["proposer"] if last["event"] == "closed" else {})
 
 
 def _of(events: Sequence[Event], name: str) -> list[Event]:
@@ -189,10 +192,11 @@ def _runs(recorded: Recorded) -> Table:
     hidden = recorded.scores.get(run, {})
     marks = hidden.get("marks") or [[0, None]]
     shown = lambda value: NONE if value is None else f"{value:.4f}"
-    is_open = "" if events[-1]["event"] == "closed" else " (open)"
+    last = events[-1]
+    is_closed = last["event"] == "closed"
     rows.append(
       [
-        run + is_open,
+        run if is_closed else f"{run} (open)",
         ARMS[recorded.plan["runs"][run]["arm"]].title,
         ", ".join(str(calls[kind]) for kind in ("candidate", "control", "probe")),
         str(len(_of(events, "refused"))),
@@ -201,7 +205,7 @@ def _runs(recorded: Recorded) -> Table:
         shown(min(values) if values else None),
         shown(hidden.get("initial")),
         shown(marks[-1][1]),
-        _tokens(_usage(events)),
+        _tokens(last["ledger"]["proposer"] if is_closed else {}),
       ]
     )
   return Table("Runs", head, rows, f"Plan {recorded.plan['hash'][:16]}.")
@@ -223,16 +227,6 @@ def _validity(recorded: Recorded) -> Table:
     [*rows, ["all", str(total.ran), str(total.valid)]],
     f"{told}: the share is {share}, and {rule}.",
   )
-
-
-def _all(recorded: Recorded, condition: str) -> list[tuple[dict[str, Any], float]]:
-  """Returns the successors of a condition, each with the margin of its target."""
-  return [
-    (successor, each["margin"])
-    for transitions in recorded.transitions.values()
-    for each in transitions
-    for successor in recorded.of(each["packet"], condition)
-  ]
 
 
 def _conditions(recorded: Recorded) -> Table:
@@ -278,7 +272,12 @@ def _conditions(recorded: Recorded) -> Table:
       sum((Counter(s["usage"]) for s in rows), Counter())
     ),
   }
-  columns = {name: _all(recorded, name) for name in CONDITIONS}
+  every = [each for found in recorded.transitions.values() for each in found]
+  columns = {
+    # The successors of a condition, each with the margin of its target.
+    name: [(s, t["margin"]) for t in every for s in recorded.of(t["packet"], name)]
+    for name in CONDITIONS
+  }
   split = {
     name: ([s for s, _ in rows], [m for _, m in rows]) for name, rows in columns.items()
   }

@@ -85,7 +85,10 @@ class Transformed:
   input_map: input_maps.InputMap
 
   def linear(self, x: jax.Array) -> jax.Array:
-    """Maps the inputs in float32 and multiplies in the dtype of `x`; see `linear`."""
+    """Maps the inputs in float32 and multiplies in the dtype of `x`; see `linear`.
+
+    `x` is `[..., in_features]`; their number is a multiple of 32.
+    """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     mapped = self.input_map.apply(mxfp4.to_blocks(rows))
     return linear(

@@ -55,6 +55,14 @@ def unencoded(layer: Params, float_layer: Params) -> Params:
 
   Its linears have the float weights in the coordinates of their maps, or as they are
   where there is no map, and its inputs are not rounded. What fits have installed stays.
+
+  Args:
+    layer: Params of the quantized layer.
+    float_layer: Those of the same layer before quantization.
+
+  Returns:
+    Params like `layer`, whose mapped weights are float32 `[out_features, in_features]`
+    and the others in the dtype of `float_layer`.
   """
   weights: dict[tuple[str, str], Any] = {}
   for sublayer, projections in layer.items():

@@ -8,10 +8,11 @@ no element saturates.
 Why a power of two, and not the largest value over 448: E4M3 has the same relative
 precision at every normal exponent, so the finer scale gains little unless the largest
 value, which it makes exact, dominates. On Gaussian vectors of 64 its root-mean-square
-error is 0.0251, and 0.0266 here; `benchmarks/e4m3_cache.py` has those of models. With
-powers of two, the division is exact and each element is rounded once; decoded values
-are exact in bfloat16; a product by the scale has the same bits before a sum and after
-it; and a scale is one byte, E8M0 as in MXFP4, instead of four.
+error is 0.0251, and 0.0266 here, which `tests/mxjax/numerics/test_e4m3.py` measures;
+`benchmarks/results/e4m3_cache.json` has those of models. With powers of two, the
+division is exact and each element is rounded once; decoded values are exact in
+bfloat16; a product by the scale has the same bits before a sum and after it; and a
+scale is one byte, E8M0 as in MXFP4, instead of four.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ _NAN = 255
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledE4M3:
-  """Vectors along the last axis as E4M3 codes with a scale each.
+  """Vectors along the last axis as E4M3 codes with a scale each; made by `encode`.
 
   A code c of scale byte b is the value E4M3(c) x 2^(b - 127); byte 255 makes a whole
   vector NaN.
@@ -51,14 +52,14 @@ class ScaledE4M3:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the values."""
+    """Shape of the values, `[..., n]`."""
     return self.codes.shape
 
   def decode(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the values in float32 or bfloat16, exactly.
+    """Returns the values `[..., n]` in `dtype`, float32 or bfloat16, exactly.
 
-    Exceptions: a backend that flushes subnormal numbers, as XLA's CPU does, may return
-    zero for values below 2^-126, and 2^128 is infinity.
+    There are two exceptions: a backend that flushes subnormal numbers, as XLA's CPU
+    does, may return zero for values below 2^-126, and 2^128 is infinity.
     """
     wide = lax.bitcast_convert_type(self.codes, jnp.float8_e4m3fn).astype(jnp.float32)
     factors = float_bits.power_of_two(self.scales.astype(jnp.int32) - 127)
@@ -77,6 +78,9 @@ def encode(x: jax.Array) -> ScaledE4M3:
 
   Args:
     x: float32 or bfloat16 `[..., n]`, n at least 1.
+
+  Returns:
+    Codes `[..., n]` and one scale for each vector, `[...]`.
   """
   wide = x.astype(jnp.float32)
   largest = jnp.max(float_bits.magnitude_bits(wide), axis=-1)

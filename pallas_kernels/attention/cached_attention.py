@@ -50,9 +50,9 @@ stands for NaN. `pallas_kernels.pairs` says why -0 is added."""
 
 
 def e4m3_values(codes: jax.Array) -> jax.Array:
-  """Returns the values of E4M3 codes, float32; 480 stands for NaN.
+  """Returns the values of uint8 E4M3 codes, float32 of the same shape.
 
-  Without subnormal numbers, which a backend may flush.
+  480 stands for NaN. No float32 is subnormal meanwhile, which a backend might flush.
   """
   code = codes.astype(jnp.int32)
   size = code & 0x7F

@@ -17,9 +17,9 @@ A memory warp group keeps up to `STAGES` steps of 128 columns in flight by TMA, 
 included. Two compute warp groups have 64 outputs each: they decode a step's weights to
 registers (`weights.by_blocks`) while the products of the step before run.
 
-Bytes for [12288, 4096]: 26.7 MB of weights and scales, and for n rows about 64 KB of
-parts a row, which stay in the second-level cache. Counts and predicted times:
-`benchmarks/stream_k_counts.py`. Reference: `mxfp4.decode` and a product.
+For [12288, 4096] it reads 26.7 MB of weights and scales, and parts take about 64 KB a
+row, which stay in the second-level cache. `benchmarks/stream_k_counts.py` counts them
+and predicts times. The reference is `mxfp4.decode` and a product.
 """
 
 import dataclasses
@@ -57,12 +57,12 @@ class Work:
   """Static properties of a launch.
 
   Attributes:
-    rows: Rows of all tiles together.
-    tile: Rows of a tile.
-    outputs: Of each linear.
-    units: Of a tile.
-    programs: Of the launch.
-    stages: Steps in flight.
+    rows: Rows of all tiles together, zeros behind the inputs included.
+    tile: Rows of a tile, a multiple of 8.
+    outputs: Outputs of each linear, multiples of 128.
+    units: Units of a tile, 512 columns each.
+    programs: Programs of the launch, at most one for each multiprocessor.
+    stages: Steps of 128 columns in flight, at most `STAGES`.
     interpret: Whether the kernel is interpreted.
   """
 
@@ -83,7 +83,10 @@ class Work:
     dtype: jax.typing.DTypeLike,
     interpret: bool = False,
   ) -> "Work":
-    """Divides the product of `[rows, width]` by each of `[outputs, width]`."""
+    """Divides the products of `[rows, width]` by each of `[outputs, width]`.
+
+    `dtype` is that of the results, bfloat16 or float32; `width` is a multiple of 512.
+    """
     # Half of the registers of a compute group hold the sums of a tile of 256 rows.
     size = jnp.dtype(dtype).itemsize
     tiles = -(-rows // (256 if size == 2 else 128))
@@ -413,14 +416,15 @@ def float8_products(
   """Multiplies E5M2 inputs by packed weights that float8 holds, in one launch.
 
   Args:
-    x: Inputs `[l, n, d]`, of each linear or, with l = 1, of all.
-    tensors: Weights `[m, d]`, m of their own.
+    x: Inputs `[l, n, d]`, E5M2, of each linear or, with l = 1, of all; see `obstacle`.
+    tensors: Packed weights `[m, d]`, each with an m of its own.
     units: Their scales, float32 scalars, from `mxfp4_decode.float8_range`.
     row_unit: What the rows of the results are multiplied by, float32 `[l, n]`.
     dtype: Of the results, float32 or bfloat16; the sums are rounded to it once.
     interpret: Whether the kernel is interpreted.
 
-  Returns `[n, m]` of each linear.
+  Returns:
+    The product of each linear, `[n, m]`.
   """
   _, wanted, width = x.shape
   outputs = [tensor.shape[0] for tensor in tensors]

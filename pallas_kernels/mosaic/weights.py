@@ -140,7 +140,10 @@ def as_float8(
 
 
 def in_order_of_blocks(x: jax.Array) -> jax.Array:
-  """Reorders columns of inputs `[..., n, d]` as `by_blocks` does those of weights."""
+  """Reorders columns of inputs `[..., n, d]` as `by_blocks` does those of weights.
+
+  The dtype is any; d is a multiple of 128, whose columns stay together.
+  """
   parts = x.reshape(*x.shape[:-1], x.shape[-1] // COLUMNS, BLOCKS, WORDS, 4)
   return parts.swapaxes(-3, -2).reshape(x.shape)
 
@@ -162,7 +165,7 @@ def by_blocks(
 
   A thread decodes whole blocks, so that it has one scale a row and reads its codes at
   once. The columns come in the order of `in_order_of_blocks`; `scales`, uint8 `[64, 4]`
-  in `words_layout`, has the bytes of the four blocks of a row.
+  in `words_layout`, has the bytes of the four blocks of a row, and `unit` is int32.
   """
   layout = device.words_layout()
   wide: Callable[[jax.Array], jax.Array] = lambda x: x.astype(jnp.int32)
