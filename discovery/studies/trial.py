@@ -7,6 +7,7 @@ reply of the model is kept, so that all of it can be computed again without the 
 """
 
 import concurrent.futures
+import contextlib
 import io
 import json
 import pathlib
@@ -259,14 +260,15 @@ class Trial:
       kept = Store(self.path / "heldout" / name)
       level, shared = self.plan["sandbox"], self.compiled
       executor = runs.make_executor(hidden, kept, level, compiled=shared)
-      evaluator = CachedEvaluator(hidden, executor, kept)
-      for program in dict.fromkeys([first, *(champion for _, champion in marks)]):
-        source = (self.folder(name) / "programs" / f"{program}.py").read_text()
-        prepared = evaluator.prepare(source)
-        ended = [] if prepared.call is None else evaluator.measure(prepared.call)
-        is_ok = bool(ended) and ended[0].status == Status.OK
-        scores[program] = ended[0].values[hidden.target] if is_ok else None
-      executor.close()
+      # Workers end even where one of them was lost, which a second try may mend.
+      with contextlib.closing(executor):
+        evaluator = CachedEvaluator(hidden, executor, kept)
+        for program in dict.fromkeys([first, *(champion for _, champion in marks)]):
+          source = (self.folder(name) / "programs" / f"{program}.py").read_text()
+          prepared = evaluator.prepare(source)
+          ended = [] if prepared.call is None else evaluator.measure(prepared.call)
+          is_ok = bool(ended) and ended[0].status == Status.OK
+          scores[program] = ended[0].values[hidden.target] if is_ok else None
     found = {
       "initial": scores.get(first),
       "marks": [[call, scores.get(champion)] for call, champion in marks],

@@ -13,6 +13,7 @@ import pytest
 
 from mxjax.cli.main import main
 from mxjax.discovery.core import store
+from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.verdict import Response, Verdict
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
@@ -263,6 +264,23 @@ def test_a_replay_that_lost_its_endpoint_goes_on_where_it_stood(
     trial_tables.Recorded(p).successors for p in (copied.path, finished.path)
   )
   assert mine == whole
+
+
+def test_workers_of_a_held_out_score_end_where_one_is_lost(
+  finished, tmp_path, monkeypatch
+):
+  shutil.copytree(finished.path, tmp_path / "copy")
+  shutil.rmtree(tmp_path / "copy" / "heldout")
+  ended = []
+
+  def lost(self, source):
+    raise OutageError("a worker was killed")
+
+  monkeypatch.setattr(trial.CachedEvaluator, "prepare", lost)
+  monkeypatch.setattr(LocalExecutor, "close", lambda self: ended.append(self))
+  with pytest.raises(OutageError, match="a worker was killed"):
+    trial.Trial(tmp_path / "copy", tell=silent)._score("one")
+  assert len(ended) == 1
 
 
 def test_tables_come_again_from_the_archive_without_a_model(
