@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import io
 import json
+import lzma
 import pathlib
 import platform
 import tarfile
@@ -413,14 +414,37 @@ def _digested(path: pathlib.Path, data: bytes) -> bytes:
   return data
 
 
+LARGEST = 2**30
+"""Bytes that an archive may unpack to."""
+
+
 def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   """Extracts the archive of a trial into a folder; returns it.
 
   Raises:
-    tarfile.TarError: It is no archive, or has a member outside the folder.
+    ValueError: It is no archive of a trial, has a member outside the folder or one that
+      is no file, or is larger than `LARGEST`. Members before that one may be there.
   """
-  with tarfile.open(file) as archive:
-    archive.extractall(folder, filter="data")
+
+  def refusal(got: str) -> ValueRefusal:
+    return ValueRefusal(
+      file,
+      expected="an archive that `mxjax discover trial pack` wrote",
+      got=got,
+      mend="name one, or the folder of a trial",
+    )
+
+  try:
+    with tarfile.open(file) as archive:
+      size = 0
+      for member in archive:
+        if (size := size + member.size) > LARGEST:
+          raise refusal(f"more than {LARGEST:,} bytes in it")
+      archive.extractall(folder, filter="data")
+  except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    raise refusal(str(error).partition("\n")[0].rstrip(":")) from error
+  if not (folder / "plan.json").is_file():
+    raise refusal("no plan.json in it")
   return folder
 
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
+import io
 import itertools
 import json
 import re
 import shutil
 import statistics
+import tarfile
 
 import numpy as np
 import pytest
@@ -321,6 +323,38 @@ def test_samples_of_one_request_are_kept_apart(finished):
   # Beside each reply lies the prompt that it answers.
   prompts = {p.stem for p in finished.path.glob("replay/two/prompts/*.json")}
   assert prompts == {*samples}
+
+
+def members(**kinds):
+  """An archive with an empty member of each name, changed as the values say."""
+  made = io.BytesIO()
+  with tarfile.open(fileobj=made, mode="w:xz") as archive:
+    for name, changes in kinds.items():
+      member = tarfile.TarInfo(name)
+      for key, value in changes.items():
+        setattr(member, key, value)
+      archive.addfile(member)
+  return made.getvalue()
+
+
+@pytest.mark.parametrize(
+  ("data", "told"),
+  [
+    (b"no archive", "could not be opened"),
+    (members(one={})[:-40], "got "),
+    (members(one={}), "no plan.json"),
+    (members(one={"name": "../outside"}), "outside the destination"),
+    (members(one={"type": tarfile.SYMTYPE, "linkname": "/etc"}), "absolute path"),
+    (members(one={"type": tarfile.CHRTYPE}), "special file"),
+    (members(one={"type": tarfile.DIRTYPE, "size": 2**30 + 1}), "more than"),
+  ],
+)
+def test_an_archive_of_another_kind_is_refused(tmp_path, data, told):
+  file = tmp_path / "trial.tar.xz"
+  file.write_bytes(data)
+  with pytest.raises(ValueError, match=f"expected an archive.*{told}"):
+    trial.unpack(file, tmp_path / "in" / "folder")
+  assert not (tmp_path / "in" / "outside").exists()
 
 
 @pytest.mark.parametrize(
