@@ -10,9 +10,9 @@ import concurrent.futures
 import contextlib
 import io
 import json
-import lzma
 import pathlib
 import platform
+import re
 import tarfile
 import threading
 import tomllib
@@ -33,6 +33,7 @@ from mxjax.discovery.studies.arms import ARMS
 from mxjax.discovery.studies.trial_replay import CONDITIONS, Replay
 from mxjax.discovery.tasks.ptq import margins
 from mxjax.errors import ValueRefusal
+from mxjax.intake import reading
 from mxjax.models.loading import embedded
 from mxjax.storage import atomic_io
 
@@ -41,6 +42,8 @@ KEYS = frozenset(
   ("question", "expects", "stop", "validity", "sandbox", "endpoint", "replay")
 ) | {"tasks", "runs"}
 """Of a plan, all of which it needs."""
+FROZEN = frozenset(("arms", "sources", "versions", "hash"))
+"""What freezing adds to a plan."""
 BATCH = 8
 """Successors of a run that are scored on held-out data together, by workers that hold
 another model only meanwhile."""
@@ -66,6 +69,41 @@ def frozen(plan: Mapping[str, Any]) -> dict[str, Any]:
   return {**content, "hash": identity.digest(content)}
 
 
+def _check(plan: Mapping[str, Any], file: pathlib.Path) -> None:
+  """Refuses a plan, without what freezing adds, that no trial can be opened with."""
+  if {*plan} != KEYS:
+    raise ValueRefusal(
+      file,
+      expected=f"the tables and keys {', '.join(sorted(KEYS))}",
+      got=", ".join(sorted({*plan} ^ KEYS)) + " absent or not known",
+      mend="complete the plan",
+    )
+  for name, run in plan["runs"].items():
+    # Names of runs are names of files.
+    if not re.fullmatch(r"\w[\w.-]*", name):
+      raise ValueRefusal(
+        f"{file}: runs",
+        expected="names of letters, digits, points, hyphens and underscores",
+        got=repr(name),
+        mend="give the run another name",
+      )
+    if run.get("arm") not in ARMS or run.get("task") not in plan["tasks"]:
+      raise ValueRefusal(
+        f"{file}: runs.{name}",
+        expected=f"an arm of {', '.join(ARMS)} and a task of "
+        f"{', '.join(plan['tasks'])}",
+        got=f"{run.get('arm')!r} and {run.get('task')!r}",
+        mend="name some of these",
+      )
+  if unknown := sorted({*plan["replay"]["runs"]} - {*plan["runs"]}):
+    raise ValueRefusal(
+      f"{file}: replay.runs",
+      expected=f"some of {', '.join(plan['runs'])}",
+      got=unknown,
+      mend="name runs of the plan",
+    )
+
+
 def freeze(
   path: pathlib.Path, file: pathlib.Path, data: str = "", *, tell: Tell
 ) -> "Trial":
@@ -82,29 +120,7 @@ def freeze(
     FileExistsError: The folder is not empty.
   """
   plan = tomllib.loads(file.read_text("utf-8"))
-  if {*plan} != KEYS:
-    raise ValueRefusal(
-      file,
-      expected=f"the tables and keys {', '.join(sorted(KEYS))}",
-      got=", ".join(sorted({*plan} ^ KEYS)) + " absent or not known",
-      mend="complete the plan",
-    )
-  for name, run in plan["runs"].items():
-    if run.get("arm") not in ARMS or run.get("task") not in plan["tasks"]:
-      raise ValueRefusal(
-        f"{file}: runs.{name}",
-        expected=f"an arm of {', '.join(ARMS)} and a task of "
-        f"{', '.join(plan['tasks'])}",
-        got=f"{run.get('arm')!r} and {run.get('task')!r}",
-        mend="name some of these",
-      )
-  if unknown := sorted({*plan["replay"]["runs"]} - {*plan["runs"]}):
-    raise ValueRefusal(
-      f"{file}: replay.runs",
-      expected=f"some of {', '.join(plan['runs'])}",
-      got=unknown,
-      mend="name runs of the plan",
-    )
+  _check(plan, file)
   for name, spec in plan["tasks"].items():
     hidden = spec.pop("heldout", None)
     if spec["task"] == "ptq":
@@ -160,6 +176,31 @@ class Trial:
         mend="a changed mechanism is a new trial: freeze its plan in a new folder",
       )
 
+  def check_trusted(self, trusted: runs.Trusted, *, asks: bool = True) -> None:
+    """Refuses a plan that asks for more than the caller lets a folder execute.
+
+    The hash of a plan says that it was not changed, not who wrote it: whoever opens a
+    trial of others calls this before anything runs. `asks` is whether the endpoint,
+    which may be given a key, is asked for anything.
+
+    Raises:
+      ValueError: It names code of its own, another sandbox level or, for a key, an
+        endpoint that the caller did not name.
+    """
+    proposer = {**self.plan["endpoint"], "kind": "llm"}
+    for spec in self.plan["tasks"].values():
+      for each in (spec, {**spec, **spec.get("heldout", {})}):
+        options = runs.RunOptions(
+          task=placed(each, self._data),
+          config={},
+          sandbox=self.plan["sandbox"],
+          proposer=proposer,
+          holdout="off",
+        )
+        trusted.check(options)
+        if asks:
+          trusted.check_endpoint(options, self.path)
+
   def task(self, name: str) -> task_.Task:
     """Returns a task of the plan, loaded once.
 
@@ -203,8 +244,9 @@ class Trial:
       config=config,
       sandbox=self.plan["sandbox"],
       proposer={
-        **{"kind": "llm", "cassette": str(tape.resolve())},
         **self._endpoint("run_model", name=name, arm=run["arm"]),
+        # After the settings of the plan, which would choose a file to write to.
+        **{"kind": "llm", "cassette": str(tape.resolve())},
       },
       holdout="off",
     )
@@ -356,15 +398,22 @@ def read_plan(path: pathlib.Path) -> dict[str, Any]:
     ValueError: There is none, or it was changed after it was frozen.
   """
   file = path / "plan.json"
-  plan = json.loads(file.read_text()) if file.exists() else {}
+  expected = "the frozen plan of a trial"
+  mend = "freeze a plan by `mxjax discover trial freeze`, or restore it"
+  plan: dict[str, Any] = {}
+  if file.exists():
+    with reading.refusing(file, expected, mend):
+      plan = reading.parse_json(reading.read_bytes(file, mend=mend), dict[str, Any])
   body = {key: value for key, value in plan.items() if key != "hash"}
   if identity.digest(body) != plan.get("hash"):
     raise ValueRefusal(
       path,
-      expected="the frozen plan of a trial",
+      expected=expected,
       got="none, or one that was changed",
-      mend="freeze a plan by `mxjax discover trial freeze`, or restore it",
+      mend=mend,
     )
+  with reading.refusing(file, expected, mend):
+    _check({key: value for key, value in plan.items() if key not in FROZEN}, file)
   return plan
 
 
@@ -376,6 +425,8 @@ PACKED = (
   *("replay/*/cassettes/*.jsonl", "replay/*/prompts/*.json", "replay/*/scores/*.json"),
 )
 """What is packed: prompts, replies, logs, programs and outcomes; nothing compiled."""
+UNPACKED = 2**30
+"""Bytes that an archive may unpack to."""
 
 
 def pack(trial: Trial, file: pathlib.Path, places: Mapping[str, str]) -> None:
@@ -414,37 +465,27 @@ def _digested(path: pathlib.Path, data: bytes) -> bytes:
   return data
 
 
-LARGEST = 2**30
-"""Bytes that an archive may unpack to."""
-
-
 def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   """Extracts the archive of a trial into a folder; returns it.
 
   Raises:
-    ValueError: It is no archive of a trial, has a member outside the folder or one that
-      is no file, or is larger than `LARGEST`. Members before that one may be there.
+    ValueError: It is none, holds what is no file or lies elsewhere, or is larger than
+      `UNPACKED`.
   """
-
-  def refusal(got: str) -> ValueRefusal:
-    return ValueRefusal(
-      file,
-      expected="an archive that `mxjax discover trial pack` wrote",
-      got=got,
-      mend="name one, or the folder of a trial",
-    )
-
-  try:
-    with tarfile.open(file) as archive:
-      size = 0
-      for member in archive:
-        if (size := size + member.size) > LARGEST:
-          raise refusal(f"more than {LARGEST:,} bytes in it")
-      archive.extractall(folder, filter="data")
-  except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-    raise refusal(str(error).partition("\n")[0].rstrip(":")) from error
-  if not (folder / "plan.json").is_file():
-    raise refusal("no plan.json in it")
+  expected, left = "the archive of a trial", UNPACKED
+  mend = "name one that `mxjax discover trial pack` wrote"
+  with reading.refusing(file, expected, mend), tarfile.open(file) as archive:
+    for member in archive:
+      # Before anything of it is unpacked; an empty file takes room too.
+      left -= tarfile.BLOCKSIZE + member.size
+      if not member.isfile() or left < 0:
+        raise ValueRefusal(
+          file,
+          expected=f"{expected}: files of {UNPACKED} bytes at most",
+          got=f"more in {member.name!r:.80}" if left < 0 else f"{member.name!r:.80}",
+          mend=mend,
+        )
+      archive.extract(member, folder, filter="data")
   return folder
 
 

@@ -73,6 +73,9 @@ def encode(x: jax.Array) -> ScaledE4M3:
   that is more. Zero keeps its sign. A vector that holds NaN or infinity becomes NaN as
   a whole. Elements within 1/32 of 2^128 become infinity.
 
+  Exception: a backend that flushes subnormal numbers, as XLA's CPU does, makes a zero
+  of the same sign of elements below 2^-126.
+
   The rounding is written in integers: XLA may leave out a conversion to a narrow float
   and back, and converts by way of float16 on some backends.
 

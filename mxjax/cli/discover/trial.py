@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 from mxjax.cli import options as shared
+from mxjax.cli.discover.options import add_trust
 
 
 def add_parser(verbs: Any) -> None:
@@ -44,6 +45,8 @@ def add_parser(verbs: Any) -> None:
     metavar="N",
     help="requests that wait for an answer at a time",
   )
+  for executing in (run_, close, replay_):
+    add_trust(executing)
   step("tables", "print every table of a folder or of a packed trial", tables)
   pack_ = step("pack", "pack a trial into one small archive", pack)
   pack_.add_argument("--out", required=True, metavar="FILE", help="such as a.tar.xz")
@@ -61,10 +64,12 @@ def freeze(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
   """Runs, resumes or closes runs."""
+  from mxjax.cli.discover.run import trusted
   from mxjax.cli.output import say
   from mxjax.discovery.studies import trial
 
   opened = trial.Trial(pathlib.Path(options.folder), options.data, tell=say)
+  opened.check_trusted(trusted(options), asks=options.step == "run")
   for name in trial.names_of(opened, options.names):
     scores = opened.run(name, closing=options.step == "close")
     say(f"{name}: held out {scores}")
@@ -72,12 +77,14 @@ def run(options: argparse.Namespace) -> None:
 
 def replay(options: argparse.Namespace) -> None:
   """Replays the verdicts of the closed runs."""
+  from mxjax.cli.discover.run import trusted
   from mxjax.cli.output import say
   from mxjax.discovery.core.proposal import OutageError
   from mxjax.discovery.studies import trial
 
   opened = trial.Trial(pathlib.Path(options.folder), options.data, tell=say)
   asks, names = not options.recorded, options.names
+  opened.check_trusted(trusted(options), asks=asks)
   trial.names_of(opened, names)
   if absent := opened.replay(names, asks=asks, at_once=options.at_once):
     raise OutageError(

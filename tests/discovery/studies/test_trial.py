@@ -325,38 +325,6 @@ def test_samples_of_one_request_are_kept_apart(finished):
   assert prompts == {*samples}
 
 
-def members(**kinds):
-  """An archive with an empty member of each name, changed as the values say."""
-  made = io.BytesIO()
-  with tarfile.open(fileobj=made, mode="w:xz") as archive:
-    for name, changes in kinds.items():
-      member = tarfile.TarInfo(name)
-      for key, value in changes.items():
-        setattr(member, key, value)
-      archive.addfile(member)
-  return made.getvalue()
-
-
-@pytest.mark.parametrize(
-  ("data", "told"),
-  [
-    (b"no archive", "could not be opened"),
-    (members(one={})[:-40], "got "),
-    (members(one={}), "no plan.json"),
-    (members(one={"name": "../outside"}), "outside the destination"),
-    (members(one={"type": tarfile.SYMTYPE, "linkname": "/etc"}), "absolute path"),
-    (members(one={"type": tarfile.CHRTYPE}), "special file"),
-    (members(one={"type": tarfile.DIRTYPE, "size": 2**30 + 1}), "more than"),
-  ],
-)
-def test_an_archive_of_another_kind_is_refused(tmp_path, data, told):
-  file = tmp_path / "trial.tar.xz"
-  file.write_bytes(data)
-  with pytest.raises(ValueError, match=f"expected an archive.*{told}"):
-    trial.unpack(file, tmp_path / "in" / "folder")
-  assert not (tmp_path / "in" / "outside").exists()
-
-
 @pytest.mark.parametrize(
   ("crashed", "is_valid"), [(0, True), (1, True), (2, False), (20, False)]
 )
@@ -473,3 +441,104 @@ def test_a_closed_run_is_scored_held_out(finished):
   assert scores["marks"][-1][1] < scores["initial"]
   marks = [e for e in store.read_events(finished.folder("one")) if e["event"] == "mark"]
   assert [call for call, _ in scores["marks"]] == [e["call"] for e in marks]
+
+
+def rewritten(made, **changes):
+  """Writes another plan into the folder of a trial, frozen as whoever packed it may."""
+  body = {k: v for k, v in {**made.plan, **changes}.items() if k != "hash"}
+  plan = {**body, "hash": trial.identity.digest(body)}
+  (made.path / "plan.json").write_text(json.dumps(plan))
+  return made.path
+
+
+@pytest.mark.parametrize(
+  ("step", "extra"), [("run", []), ("close", ["one"]), ("replay", ["--recorded"])]
+)
+def test_no_folder_decides_at_which_level_its_programs_run(copied, capsys, step, extra):
+  command = ["discover", "trial", step, str(copied.path), *extra]
+  assert main(command) == 2
+  assert "expected a run at sandbox level strict" in capsys.readouterr().err
+  assert main([*command, "--sandbox", "off"]) == 0
+
+
+@pytest.mark.parametrize("where", ["task", "heldout"])
+def test_no_folder_brings_code_of_a_task(copied, capsys, where):
+  own = {"task": "own", "path": str(copied.path)}
+  spec = own if where == "task" else {"task": "world", "heldout": own}
+  tasks = {**copied.plan["tasks"], "first": spec}
+  path = rewritten(copied, tasks=tasks, sandbox="strict")
+  assert main(["discover", "trial", "replay", str(path), "--recorded"]) == 2
+  assert "code of its own" in capsys.readouterr().err
+
+
+def test_no_folder_decides_who_gets_a_key(copied, capsys, monkeypatch):
+  monkeypatch.setenv("A_SECRET", "word")
+  endpoint = {**copied.plan["endpoint"], "key_variable": "A_SECRET"}
+  path = rewritten(copied, endpoint=endpoint, sandbox="strict")
+  assert main(["discover", "trial", "run", str(path)]) == 2
+  assert "the key in A_SECRET goes there" in capsys.readouterr().err
+  # Nobody is asked here.
+  assert main(["discover", "trial", "replay", str(path), "none", "--recorded"]) == 2
+  assert "runs of the plan" in capsys.readouterr().err
+
+
+def test_no_plan_chooses_the_file_of_its_cassettes(copied, tmp_path):
+  endpoint = {**copied.plan["endpoint"], "cassette": str(tmp_path / "mine")}
+  opened = trial.Trial(rewritten(copied, endpoint=endpoint), tell=silent)
+  tape = opened.options("one").proposer["cassette"]
+  assert tape == str(copied.path.resolve() / "cassettes" / "one.jsonl")
+
+
+@pytest.mark.parametrize(
+  "content",
+  [b"[]", b"[" * 100_000, b"\xff", json.dumps({"hash": trial.identity.digest({})})],
+)
+def test_what_is_no_plan_is_refused_in_a_sentence(tmp_path, capsys, content):
+  data = content if isinstance(content, bytes) else content.encode()
+  (tmp_path / "plan.json").write_bytes(data)
+  assert main(["discover", "trial", "tables", str(tmp_path)]) == 2
+  assert f"{tmp_path / 'plan.json'}: expected" in capsys.readouterr().err
+
+
+def test_no_run_lies_outside_of_its_trial(copied):
+  names = {**copied.plan["runs"], "../../one": copied.plan["runs"]["one"]}
+  with pytest.raises(ValueError, match="runs: expected names of letters"):
+    trial.read_plan(rewritten(copied, runs=names))
+
+
+def archived(file, name, kind=tarfile.REGTYPE, target="", data=b"x"):
+  with tarfile.open(file, "w:xz", preset=0) as archive:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, target, 0 if target else len(data)
+    archive.addfile(info, None if target else io.BytesIO(data))
+  return file
+
+
+@pytest.mark.parametrize(
+  "member",
+  [
+    {"name": "../outside"},
+    {"name": "plan.json", "kind": tarfile.SYMTYPE, "target": "other.json"},
+    {"name": "plan.json", "kind": tarfile.LNKTYPE, "target": "/etc/hostname"},
+    {"name": "plan.json", "kind": tarfile.FIFOTYPE, "data": b""},
+    {"name": "runs/a", "data": bytes(3000)},
+  ],
+)
+def test_an_archive_holds_files_of_limited_size_and_nothing_else(
+  tmp_path, capsys, monkeypatch, member
+):
+  monkeypatch.setattr(trial, "UNPACKED", 3000)
+  file = archived(tmp_path / "a.tar.xz", **member)
+  assert main(["discover", "trial", "tables", str(file)]) == 2
+  assert f"{file}: expected the archive of a trial" in capsys.readouterr().err
+  with pytest.raises(ValueError):
+    trial.unpack(file, tmp_path / "inner" / "folder")
+  assert not [p for p in (tmp_path / "inner").rglob("*") if not p.is_dir()]
+
+
+def test_a_torn_archive_is_refused_in_a_sentence(tmp_path, capsys):
+  file = archived(tmp_path / "a.tar.xz", "plan.json", data=bytes(range(256)) * 40)
+  for data in (file.read_bytes()[:80], b"no archive"):
+    file.write_bytes(data)
+    assert main(["discover", "trial", "tables", str(file)]) == 2
+    assert f"{file}: expected the archive of a trial" in capsys.readouterr().err

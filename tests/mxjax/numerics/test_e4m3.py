@@ -98,6 +98,22 @@ def test_zeros_keep_their_sign_and_what_is_not_finite_is_nan_as_a_whole():
     np.testing.assert_array_equal(made.decode(jnp.float32), [[np.nan] * 2, [1, 2]])
 
 
+def test_finite_floats_of_any_bits_are_encoded_and_subnormal_ones_may_be_zeros():
+  bits = np.random.default_rng(4).integers(0, 2**32, (4000, 2), np.uint32)
+  # A third of the vectors is near the least normal float, or below it.
+  bits[::3] &= 0x81FFFFFF
+  bits[bits & 0x7F800000 == 0x7F800000] ^= 0x40000000
+  x = bits.view(np.float32)
+  got, want = bits_of(x), encoded(x)
+  np.testing.assert_array_equal(got[1], want[1])
+  subnormal = np.abs(x) < np.finfo(np.float32).tiny
+  is_zero = got[0] & 0x7F == 0
+  assert (subnormal & (x != 0)).sum() > 100 and is_zero.any()
+  is_same = got[0] == want[0]
+  keeps_sign = got[0] >> 7 == np.signbit(x)
+  assert (is_same | subnormal & is_zero & keeps_sign).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_code_is_decoded_exactly(dtype):
   codes = jnp.tile(jnp.arange(256, dtype=jnp.uint8), (3, 1))
