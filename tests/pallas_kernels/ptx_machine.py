@@ -161,7 +161,6 @@ FUNCTIONS = {
   ),
   "rsqrt.approx.f32": _float32(lambda a: 1 / np.sqrt(a)),
   "cvt.sat.f32.f32": _float32(lambda a: np.fmin(np.fmax(a, 0), 1)),
-  "cvt.rn.f32.s32": lambda a: a.view(np.int32).astype(np.float32).view(np.uint32),
   "cvt.rzi.s16.f32": lambda a: a.view(np.float32).astype(np.int16).view(np.uint16),
   "cvt.f32.bf16": lambda a: a.astype(np.uint32) << np.uint32(16),
   "cvt.f32.f16": lambda a: floats(a, F16).astype(np.float32).view(np.uint32),
@@ -249,10 +248,12 @@ def evaluate(operation, sources):
       if kind == "s32":
         field -= np.where(field >> (count - 1), 1 << count, 0)
       return field.astype(np.uint32)
-    case "cvt" if kind[0] in "su" and rest[0][0] in "su":
-      return (
-        typed(sources[0], kind)
-        .astype(_SIGNED[int(rest[0][1:])])
-        .view(UNSIGNED[int(rest[0][1:])])
-      )
+    case "cvt" if kind[0] in "su":
+      # A wider register holds an operand in its lower bits.
+      number = typed(sources[0].astype(UNSIGNED[int(kind[1:])]), kind)
+      if rest[:-1] == ["rn", "f32"]:
+        return number.astype(np.float32).view(np.uint32)
+      if rest[0][0] in "su":
+        size = int(rest[0][1:])
+        return number.astype(_SIGNED[size]).view(UNSIGNED[size])
   raise KeyError(f"no meaning is known of {operation}")

@@ -206,3 +206,20 @@ add.s32 %r1, part, 7;
   got = ptx_emulator.launch(text, (1, 1, 1), [x, out])[1]
   want = np.where(np.arange(64) % 32 == 0, np.arange(64) + 7, 0)
   np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+  ("operation", "register", "expected"),
+  [
+    ("cvt.s16.s8", 0x01FF, 0xFFFF),
+    ("cvt.u16.u8", 0x01FF, 0x00FF),
+    ("cvt.s32.s16", 0x8000, 0xFFFF8000),
+    ("cvt.u16.u32", 0x12345, 0x2345),
+    ("cvt.rn.f32.u16", 0xFFFF, 0x477FFF00),
+    ("cvt.rn.f32.s8", 0x01FF, 0xBF800000),
+  ],
+)
+def test_integers_are_converted_from_the_lower_bits(operation, register, expected):
+  size = np.uint32 if register > 0xFFFF else np.uint16
+  got = ptx_machine.evaluate(operation, [np.array([register], size)])
+  assert int(got[0]) == expected
