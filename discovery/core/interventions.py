@@ -71,12 +71,15 @@ class Intervention:
     values: Its values beside `kind`, by name.
     of_parent: Whether the evaluator is told the parent's program as well; the proposer
       writes nothing for it.
+    elsewhere: Whether it takes nothing from the edit and measures it a second time, on
+      another text or another draw; see `residual.fate`.
   """
 
   doc: str
   example: Mapping[str, Any]
   values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
   of_parent: bool = False
+  elsewhere: bool = False
 
 
 Interventions = Mapping[str, Intervention]

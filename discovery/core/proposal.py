@@ -168,6 +168,7 @@ class Demand:
       that are programs.
     attempts: Responses that have failed their check so far.
     about: The observables in one of which a response must show.
+    program: The program that the verdict is about.
   """
 
   packet: str
@@ -183,6 +184,7 @@ class Demand:
   ran: tuple[Mapping[str, Any], ...] = ()
   attempts: int = 0
   about: tuple[str, ...] = ()
+  program: str = ""
 
   def same_question(self, other: "Demand") -> bool:
     """Returns whether two demands are about one intervention and one observable."""
@@ -215,6 +217,8 @@ class Context:
     restarts: Whether every proposal revises the initial program, as in best-of-N.
     overspends: Whether a use, like that of `Proposal`, ends the proposer's budget.
     checked: The demand that the next proposal is checked on, or None.
+    repeated: The program of that demand, if it asks for a new control of the same edit:
+      the edit is made already, and an answer adds to it.
     focus: The open question that this round is about, or None.
     why: Why this parent is revised now, in words.
     scopes: Hooks and plan keys whose change alone has moved each observable.
@@ -242,6 +246,7 @@ class Context:
   restarts: bool = False
   overspends: Callable[[Mapping[str, int]], bool] = lambda usage: False
   checked: Demand | None = None
+  repeated: Record | None = None
   focus: Residual | None = None
   why: str = ""
   scopes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -253,6 +258,11 @@ class Context:
   budget: Budget | None = None
   review: "Callable[[Proposal], str]" = lambda proposal: ""
   ask: Callable[[str, str], str] = lambda source, part: "this task has no free proxy"
+
+  @property
+  def base(self) -> Record:
+    """The program into which the functions of an answer are merged."""
+    return self.repeated or self.parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,6 +277,8 @@ class Proposal:
     usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
     models: The model that each reply says it is of, for those of a language model.
     unusable: Why there is no program in it, for an answer that was none.
+    finished: Whether the proposer gives up, as it knows no edit that would lower the
+      target by more than its margin; the run ends.
   """
 
   source: str
@@ -279,6 +291,7 @@ class Proposal:
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
   models: tuple[str, ...] = ()
   unusable: str = ""
+  finished: bool = False
 
   def __post_init__(self) -> None:
     """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""

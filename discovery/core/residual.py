@@ -11,16 +11,19 @@ from typing import Any, Literal
 
 from mxjax.errors import ValueRefusal
 
-Symbol = Literal["down", "same", "up", "kept", "lost", "reversed"]
-"""How an observable moved: three of the parent's value, three of the edit's change."""
+Symbol = Literal["down", "same", "up", "kept", "lost", "gone", "reversed"]
+"""How an observable moved: three of the parent's value, four of the edit's change."""
 SYMBOLS: tuple[Symbol, ...] = ("down", "same", "up")
 """Directions from the parent."""
-FATES: tuple[Symbol, ...] = ("kept", "lost", "reversed")
-"""What becomes of the candidate's own change where a control takes something away."""
+FATES: tuple[Symbol, ...] = ("kept", "lost", "gone", "reversed")
+"""What becomes of the candidate's own change where a control takes something away.
+
+From `lost` on, each contains the next.
+"""
 OF_EDIT = " of the edit"
 """Ends the name under which the fate of an observable is kept beside its direction."""
 KEPT_SHARE = 0.5
-"""Share of the edit's change above which a control has kept it."""
+"""Share of the edit's change above which it shows where it is measured again."""
 PRIMARY = "primary"
 """Name of the condition in which the candidate runs unchanged."""
 OTHER_TEXT = "other_text"
@@ -168,8 +171,8 @@ class Residual:
 def disagree(a: Predicted, b: Predicted) -> bool:
   """Returns whether two predictions exclude each other for some observable.
 
-  An observable that either prediction omits cannot tell them apart, nor can `lost` and
-  `reversed`, of which the first contains the second.
+  An observable that either prediction omits cannot tell them apart, nor can two of
+  `lost`, `gone` and `reversed`, of which each contains the next.
   """
   return any(
     not _met(a[name], b[name]) and not _met(b[name], a[name])
@@ -184,28 +187,29 @@ def symbol(change: float, margin: float) -> Symbol:
   return "down" if change < 0 else "up"
 
 
-def fate_of_part(whole: float, without: float, margin: float) -> Symbol:
-  """Returns whether a gain outlives the loss of a part of the edit that made it.
-
-  `whole` and `without` are what the edit and the edit without the part measure. The
-  part has a share of the gain, which is `lost` with it, if the value is larger without
-  it by more than the margin, whatever the shares of other parts are.
-  """
-  return "lost" if without - whole > margin else "kept"
-
-
-def fate(edit: float, controlled: float, margin: float) -> Symbol | None:
+def fate(
+  edit: float, controlled: float, margin: float, *, elsewhere: bool = False
+) -> Symbol | None:
   """Returns what a control leaves of an edit's change; None if the edit made none.
 
-  Both changes are from the parent. `kept` is more than half of the edit's change,
-  `lost` half of it or less, and `reversed`, a part of `lost`, a change the other way by
-  more than the margin.
+  Both changes are from the parent. What the control takes away has a share of the
+  change, which is `lost`, if the change is smaller without it by more than the margin;
+  the share of another part, however large, does not speak against that. The change is
+  `gone` if no more than the margin is left of it, and `reversed` if the control goes
+  the other way by more than the margin. Otherwise it is `kept`.
+
+  `elsewhere` says that the control takes nothing away and measures the whole edit a
+  second time, on another text or another draw. An edit is chosen for a large change, so
+  a smaller one is expected there; `kept` is more than `KEPT_SHARE` of it.
   """
   if abs(edit) <= margin:
     return None
-  if controlled / edit > KEPT_SHARE:
+  change, left = abs(edit), controlled if edit > 0 else -controlled
+  if left > KEPT_SHARE * change if elsewhere else change - left <= margin:
     return "kept"
-  return "reversed" if controlled * edit < 0 and abs(controlled) > margin else "lost"
+  if left > margin:
+    return "lost"
+  return "gone" if left >= -margin else "reversed"
 
 
 def consistent(predicted: Predicted, observed: Mapping[str, Symbol]) -> bool:
@@ -214,4 +218,7 @@ def consistent(predicted: Predicted, observed: Mapping[str, Symbol]) -> bool:
 
 
 def _met(predicted: Symbol, observed: Symbol) -> bool:
-  return predicted == observed or (predicted, observed) == ("lost", "reversed")
+  contains = FATES[1:]
+  if predicted in contains and observed in contains:
+    return contains.index(observed) >= contains.index(predicted)
+  return predicted == observed

@@ -143,6 +143,10 @@ class Attempt:
     names = {condition.name for condition in self.packet.conditions}
     return names & {of_parent(name) for name in names}
 
+  def condition(self, name: str) -> Condition:
+    """Returns the condition of a name."""
+    return next(c for c in self.packet.conditions if c.name == name)
+
   def conditions(self, stage: Stage) -> list[Condition]:
     """Returns the conditions of a stage that are to run."""
     mine = lambda c: c.name not in self.skipped and _stage(c) == stage

@@ -4,7 +4,7 @@ Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compi
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from mxjax.discovery.core import verdict
 from mxjax.discovery.core.proposal import Demand
@@ -18,7 +18,6 @@ from mxjax.discovery.core.residual import (
   consistent,
   disagree,
   fate,
-  fate_of_part,
   of_edit,
   symbol,
 )
@@ -110,29 +109,28 @@ def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
     before = {**attempt.parent.values, **(again.values if again else {})}
     seen[name] = symbols(task, before, outcome)
     if name != PRIMARY and attempt.outcome.status == Status.OK:
-      seen[name] |= _fates(task, attempt, before, outcome)
-      if name == rivals.WITHOUT_PART and (fate_ := of_edit(task.target)) in seen[name]:
-        # Two parts may each carry a share: that of one is what is missing without it.
-        values = (attempt.outcome.values[task.target], outcome.values[task.target])
-        seen[name][fate_] = fate_of_part(*values, task.margins[task.target])
+      seen[name] |= _fates(task, attempt, name, before)
   return seen
 
 
 def _fates(
-  task: Task, attempt: Attempt, before: Mapping[str, float], outcome: Outcome
+  task: Task, attempt: Attempt, control: str, before: Mapping[str, float]
 ) -> dict[str, Symbol]:
   """Returns what a control left of the edit's change of each observable."""
   edit, found = attempt.changes, {}
-  values = dict(outcome.values)
+  values = dict(attempt.outcomes[control].values)
   if OTHER_TEXT in values and OTHER_TEXT in before:
     # The target on another text, beside the parent there.
     values[task.target] = (
       attempt.parent.values[task.target] + values[OTHER_TEXT] - before[OTHER_TEXT]
     )
+  kind = attempt.condition(control).call.intervention.get("kind")
+  elsewhere = kind is not None and task.interventions[kind].elsewhere
   for name, margin in task.margins.items():
     if name in values and name in edit:
       change = values[name] - attempt.parent.values[name]
-      if (symbol_ := fate(edit[name], change, margin)) is not None:
+      symbol_ = fate(edit[name], change, margin, elsewhere=elsewhere)
+      if symbol_ is not None:
         found[of_edit(name)] = symbol_
   return found
 
@@ -390,9 +388,14 @@ def demand(
       if name in attempt.outcomes and attempt.outcomes[name].status == Status.OK
     ),
     about=_about(finding.response, packet.residual.observable, task.target),
+    program=packet.program,
   )
   holders = holders_of(
-    finding.response, packet.program, packet.parent, is_retained=is_retained
+    finding.response,
+    packet.program,
+    packet.parent,
+    finding.survivors,
+    is_retained=is_retained,
   )
   if finding.response == Response.EXTEND and (
     detail := at_floor(task, packet.residual.observable, attempt.outcome.values)
@@ -451,16 +454,25 @@ def _decided(
 
 
 def holders_of(
-  response: str, program: str, parent: str, *, is_retained: bool
+  response: str,
+  program: str,
+  parent: str,
+  survivors: Sequence[str],
+  *,
+  is_retained: bool,
 ) -> tuple[str, ...]:
   """Returns the programs whose revisions owe a response, the one to revise first.
 
-  A discriminator concerns the step from the parent, so the parent owes it. What is
-  forbidden is forbidden to the parent's revisions, and must leave the program too.
+  A new control, which tells the surviving accounts of an edit apart, concerns the step
+  from the parent, so the parent owes it. Where no account is left, a new one of a
+  further edit is asked, which like any other goes on from the program that the edit led
+  to, if that is retained.
+  What is forbidden is forbidden to the parent's revisions, and must leave the program
+  too.
   """
   if response in FORBIDDING:
     return (parent, program) if is_retained else (parent,)
-  asks_again = response == Response.ADD_DISCRIMINATOR
+  asks_again = response == Response.ADD_DISCRIMINATOR and survivors
   return (program,) if is_retained and not asks_again else (parent,)
 
 

@@ -30,7 +30,13 @@ from mxjax.discovery.core.proposal import (
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Outcome, Status
-from mxjax.discovery.search import frontier, registration, resolution, scopes
+from mxjax.discovery.search import (
+  checkers,
+  frontier,
+  registration,
+  resolution,
+  scopes,
+)
 from mxjax.discovery.search.asking import FreeProxy
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.checkers import Check
@@ -248,6 +254,8 @@ class Search:
     self.ledger.proposer.update(proposal.usage)
     if proposal.models:
       self.history.emit("replies", proposal=key, models=list(proposal.models))
+    if proposal.finished:
+      raise ProposerError(f"finished: {proposal.note or 'without a reason'}")
     corruption = (self._config.corruption, self._config.seed, selection.address)
     accounts = (registration.corrupted(e, *corruption) for e in proposal.explanations)
     return dataclasses.replace(proposal, explanations=tuple(accounts))
@@ -268,7 +276,7 @@ class Search:
 
   def context(self, selection: Selection, evidence: Evidence) -> Context:
     """Returns what a proposer with this evidence would be told now."""
-    parent = selection.parent
+    parent, due = selection.parent, selection.due if self._asks else None
     return Context(
       seed=self._config.seed,
       address=selection.address,
@@ -284,7 +292,10 @@ class Search:
       compiles=self._config.compile_verdicts,
       restarts=self._config.parents == "initial",
       overspends=self.ledger.overspends,
-      checked=selection.due if self._asks else None,
+      checked=due,
+      repeated=self._records.get(due.program)
+      if due is not None and checkers.retests(due)
+      else None,
       focus=selection.focus,
       why=selection.why,
       scopes=self.scopes.known(),

@@ -87,6 +87,7 @@ def _successors(events: Sequence[Event]) -> list[bool]:
       event["response"],
       asked["program"],
       asked["parent"],
+      event["survivors"],
       is_retained=is_retained.get(asked["program"], False),
     )
     for successor in packets.values():

@@ -156,7 +156,13 @@ def holder(search: Search, packet: Any, verdict: Mapping[str, Any]) -> Record:
   """Returns the program that both successors revise."""
   program, parent = packet["program"], packet["parent"]
   is_retained = search.programs.holds(program)
-  holders = holders_of(verdict["response"], program, parent, is_retained=is_retained)
+  holders = holders_of(
+    verdict["response"],
+    program,
+    parent,
+    verdict["survivors"],
+    is_retained=is_retained,
+  )
   return search.record(holders[0])
 
 

@@ -117,6 +117,7 @@ INTERVENTIONS: Interventions = {
     doc="the edit's effect under another draw of the evaluator's noise",
     example=_example("redraw"),
     values={"site": _SITE},
+    elsewhere=True,
   ),
 }
 

@@ -1,9 +1,10 @@
 """Measures the registered margins of a PTQ contract once, before any comparison.
 
-Two effects blur the target. Strict-A4 perplexity is chaotic: perturbed replicates of
-one program differ. A small text is also a sample: the damage by the initial program
-differs from window to window, and a change below the standard error of its mean cannot
-be told from the choice of windows. The larger effect sets the registered margin.
+Two effects blur the target. Strict-A4 predictions are chaotic: perturbed replicates of
+one program differ, in perplexity and divergence each by an amount of its own. A small
+text is also a sample: the damage by the initial program differs from window to window,
+and a change below the standard error of its mean cannot be told from the choice of
+windows. The larger effect sets the registered margin.
 With the control `other_text`, luck of the text is an account of its own, and the margin
 is the smallest gain that this control can confirm. Operator errors have no such noise;
 their margin is a small fraction of the initial program's value.
@@ -15,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from mxjax.calibration import streams
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.task import Artifacts, Call, Status
@@ -32,7 +35,7 @@ from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.measures.agreement import agreement
-from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.evaluation.measures.perplexity import perplexity, perturbed
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 
 REPLICATES = 4
@@ -122,7 +125,7 @@ def calibrated(
     initial = phases.Measure(task.options).run(call, artifacts, operands)[0]["values"]
   rounding = candidate.activation_rule(artifacts, call.computation.get("encode_act"))
   with steps.step():
-    deviation, errors = _noise(task.options, operands, rounding)
+    chaos, errors = _noise(task.options, operands, rounding)
   with steps.step():
     known = references.measured(task.options, operands, rounding, name)
   margins = {
@@ -130,13 +133,16 @@ def calibrated(
     for name, value in initial.items()
     if name not in errors and not name.startswith("layer_")
   }
-  # Two programs, each a mean over the task's replicates.
-  chaos = deviation * (2.0 / task.options.replicates) ** 0.5
-  # All are in nats a token, or relative losses of about that size.
   if task.tests_luck:
     with steps.step():
       errors |= _paired_errors(task, operands, rounding)
-  margins |= {name: max(SPREADS * chaos, error) for name, error in errors.items()}
+  # What differs are two programs, each a mean over the task's replicates.
+  spread = SPREADS * (2.0 / task.options.replicates) ** 0.5
+  margins |= {
+    # The objective on another text is as chaotic as on this one.
+    name: max(spread * chaos.get(name, chaos[task.options.objective]), error)
+    for name, error in errors.items()
+  }
   return {**task.spec, "margins": margins, "initial": initial, "references": known}
 
 
@@ -163,29 +169,39 @@ def _noise(
   options: PtqOptions,
   operands: bytes,
   rounding: Callable[[Any, Any], ActivationQuantizer],
-) -> tuple[float, dict[str, float]]:
+) -> tuple[dict[str, float], dict[str, float]]:
   """Measures the noise of the initial program's predictions.
 
-  Returns the standard deviation of the log perplexity over perturbed replicates, and
-  the standard error over windows of the loss in excess of the float model's and of the
-  objective: the divergence, or for `fit3` the damage to the first text.
+  Returns, for the log perplexity and for the objective (the divergence, or for `fit3`
+  the damage to the first text), the standard deviation over perturbed replicates, and
+  the standard error over windows; that of the log perplexity is of the loss in excess
+  of the float model's.
   """
   model, params = options.load()
   quantized = payload.to_params(payload.from_bytes(operands), params, model, rounding)
   tokens = options.tokens("measure")
   measured = perplexity(model, quantized, tokens, replicates=REPLICATES)
+  deviation = lambda values: float(np.std(values, ddof=1))
+  chaos = {"log_ppl": deviation(np.log(measured.values))}
   exact = perplexity(model, params, tokens)
   excess = np.subtract(measured.window_losses, exact.window_losses)
   samples = {"log_ppl": excess}
   if options.objective == "kl":
-    samples["kl"] = agreement(model, params, quantized, tokens).divergence.mean(-1)
+    dtype = jax.tree.leaves(streams.outer_params(model, params))[0].dtype
+    replicates = [quantized]
+    replicates += [perturbed(quantized, seed, dtype) for seed in range(1, REPLICATES)]
+    divergences = [
+      agreement(model, params, each, tokens).divergence.mean(-1) for each in replicates
+    ]
+    samples["kl"] = divergences[0]
+    chaos["kl"] = deviation([each.mean() for each in divergences])
   if options.objective == "fit3":
     samples["fit3"] = np.expm1(excess)
+    chaos["fit3"] = chaos["log_ppl"]
   errors = {
-    name: float(np.std(values, ddof=1) / len(values) ** 0.5)
-    for name, values in samples.items()
+    name: deviation(values) / len(values) ** 0.5 for name, values in samples.items()
   }
-  return float(np.std(np.log(measured.values), ddof=1)), errors
+  return chaos, errors
 
 
 def _paired_errors(

@@ -415,12 +415,15 @@ def test_where_no_account_is_left_a_new_one_is_demanded(conduct, is_new):
   name = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
   other = dataclasses.replace(wrong, name="right") if is_new else wrong
   _, events, _ = conduct(
-    proposal({A: operation(name)}, **told),
-    proposal({A: operation(name, 1.0)}, **{**told, "explanations": (other, worse)}),
-    parents="initial",
+    proposal({A: operation(name, 0.2)}, **told),
+    proposal({A: operation(name)}, **{**told, "explanations": (other, worse)}),
+    frontier=2,
   )
   assert of(events, "verdict")[0]["reason"] == "none_left"
   assert checks(events, "add_discriminator") == [is_new]
+  edited = of(events, "packet")[1]["packet"]["program"]
+  asked = next(e for e in of(events, "demand") if e["status"] == "owed")
+  assert asked["program"] == edited, "the search goes on from what gained"
 
 
 # Retire and reject.

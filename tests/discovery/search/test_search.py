@@ -9,6 +9,7 @@ import pytest
 from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition
+from mxjax.discovery.core.proposal import Proposal
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.proposers import embedded
 from mxjax.discovery.tasks import world
@@ -79,6 +80,15 @@ def test_a_run_that_ends_early_keeps_its_champion_to_the_last_mark(executor, tmp
   assert marks == [(at, running.programs.best.id) for at in (10, 20, 30)]
   assert events[-1]["event"] == "closed"
   assert events[-1]["reason"].startswith("proposer: ")
+
+
+def test_a_proposer_that_is_finished_ends_the_run(executor, tmp_path):
+  told = Proposal(source="", label="finished", note="no edit is left", finished=True)
+  running = run(tmp_path, executor, searching.Scripted(lambda context: told))
+  assert running.ledger.spent == 1, "it is charged nothing"
+  events = store.read_events(tmp_path)
+  assert events[-1]["reason"] == "proposer: finished: no edit is left"
+  assert not [e for e in events if e["event"] == "refused"]
 
 
 def test_every_packet_is_registered_before_its_first_call(finished):

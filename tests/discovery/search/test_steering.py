@@ -209,7 +209,7 @@ def test_a_question_closes_by_verdict_by_measurement_and_with_its_program():
 def test_questions_of_a_run_are_those_of_its_retained_programs(tmp_path):
   proposer = EmbeddedProposer(TASK.edit_templates, "loss")
   running = searching.run(
-    tmp_path, TASK, proposer, seed=3, budget=40, mark_every=40, frontier=3
+    tmp_path, TASK, proposer, seed=3, budget=25, mark_every=25, frontier=3
   )
   kept = {record.id for record in running.programs.records}
   open_ = [q for q in running.residuals.questions.values() if q.status == "open"]
@@ -283,6 +283,11 @@ def test_a_question_that_stays_open_is_owed_once(tmp_path):
   assert asked.packet == of("packet")[2]["id"], "what is left of it is asked"
   statuses = [e["status"] for e in of("demand")]
   assert statuses == ["owed", "superseded", "owed"]
+  # The edit is made already: an answer adds a control to it, and need not repeat it.
+  edited = of("packet")[1]["packet"]["program"]
+  start = contexts[0].parent.id
+  assert [c.base.id for c in contexts[:3]] == [start, edited, edited]
+  assert [c.parent.id for c in contexts[:3]] == [start] * 3
 
 
 # Retention and prices.

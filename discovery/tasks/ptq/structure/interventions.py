@@ -81,6 +81,7 @@ INTERVENTIONS: Interventions = {
     doc="the candidate and its parent are scored on windows that no primary run sees; "
     "the only observable is `other_text`, and it costs by its tokens",
     example={"kind": "other_text"},
+    elsewhere=True,
   ),
   "permute": Intervention(
     doc="these channels in a fixed random order",
