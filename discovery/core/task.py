@@ -252,6 +252,9 @@ class Task(Protocol):
   def example(self) -> Mapping[str, Any]:
     """A whole answer to a first prompt, which the search accepts; or nothing."""
 
+  def units(self, plan: Mapping[str, Any]) -> Mapping[str, int]:
+    """Returns how many units a primary run calls each hook on, or nothing."""
+
   @property
   def tells_seconds(self) -> bool:
     """Whether a proposer is told how long calls took, which no replay repeats."""
@@ -297,6 +300,11 @@ class Defaults:
     """Has none."""
     del own, parent
     return ()
+
+  def units(self, plan: Mapping[str, Any]) -> Mapping[str, int]:
+    """Says nothing."""
+    del plan
+    return {}
 
   def price(self, intervention: Mapping[str, Any]) -> int:
     """Charges a call for every condition."""

@@ -50,7 +50,9 @@ class HumanProposer:
       time.sleep(self._poll)
     try:
       answer = self._read(path)
-      return answer.proposal(context.parent.source, self._task.interface, {"calls": 1})
+      base, parent = context.base.source, context.parent.source
+      usage = {"calls": 1}
+      return answer.proposal(base, self._task.interface, usage, parent=parent)
     except ValueError as error:
       told = str(error)
       if isinstance(error, pydantic.ValidationError):

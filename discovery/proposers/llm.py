@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pydantic
 
@@ -16,6 +16,7 @@ from mxjax.discovery.core.candidate_source import (
 )
 from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.proposal import Context, OutageError, Proposal
+from mxjax.discovery.core.residual import Symbol
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt, reading
@@ -37,7 +38,7 @@ ASKS = 2
 
 Name = Annotated[str, pydantic.Field(min_length=1, max_length=120)]
 Words = Annotated[str, pydantic.Field(max_length=2000)]
-Symbols = dict[Name, Literal["down", "same", "up", "kept", "lost", "reversed"]]
+Symbols = dict[Name, Symbol]
 
 
 class _Explanation(pydantic.BaseModel, extra="forbid", strict=True):
@@ -62,6 +63,8 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
     code: Functions that are merged into the parent's program, by name, and
     plan: Values of PLAN that change.
     ask: A part of which the free proxy is asked before the program is proposed.
+    finished: Whether no program is proposed, because no edit would lower the target by
+      more than its margin; `note` says why.
   """
 
   label: Annotated[str, pydantic.Field(max_length=200)] = ""
@@ -74,6 +77,7 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
   controls: Annotated[list[_Control], pydantic.Field(max_length=64)] = []
   declared: Annotated[list[Name], pydantic.Field(max_length=64)] = []
   ask: Annotated[str, pydantic.Field(max_length=200)] = ""
+  finished: bool = False
 
   @pydantic.model_validator(mode="before")
   @classmethod
@@ -116,15 +120,38 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
     return merged(parent, self.code, plan)
 
   def proposal(
-    self, parent: str, interface: Interface, usage: Mapping[str, int]
+    self,
+    base: str,
+    interface: Interface,
+    usage: Mapping[str, int],
+    *,
+    parent: str | None = None,
   ) -> Proposal:
     """Returns the proposal that the answer describes.
 
+    Its functions are merged into `base`. That is its parent, or else a program that has
+    made the edit from `parent` already, in which case the answer may leave them out.
+
     Raises:
-      ValueError: It is none, or its program is not admitted.
+      ValueError: It is none, or its program is not admitted; or it is finished and has
+        a program all the same, or no reason.
     """
-    source = self.merged(parent, interface)
-    mine, before = admit(source, interface), admit(parent, interface)
+    if self.finished:
+      edit = next((k for k in ("source", "code", "plan") if getattr(self, k)), "")
+      if edit or not self.note:
+        raise ValueRefusal(
+          "answer",
+          expected="`finished` with a `note` that says why, and without `code`, `plan` "
+          "and `source`",
+          got=f"`{edit}` beside it" if edit else "no note",
+          mend="leave `finished` out to propose a program, or say why there is none",
+        )
+      words = {"label": self.label or "finished", "note": self.note}
+      return Proposal(source="", **words, usage=usage, finished=True)
+    is_again = parent is not None and parent != base
+    is_bare = not (self.source or self.code or self.plan)
+    source = base if is_again and is_bare else self.merged(base, interface)
+    mine, before = admit(source, interface), admit(parent or base, interface)
     changed = [
       name
       for name in dict.fromkeys((*interface.names, *interface.plan))
@@ -144,7 +171,7 @@ def _bare(values: Any) -> Any:
   return [_bare(v) for v in values] if isinstance(values, list) else values
 
 
-KEYS = frozenset(("source", "code", "plan", "label", "ask"))
+KEYS = frozenset(("source", "code", "plan", "label", "ask", "finished"))
 """One of these is in every answer; other objects of a reply are passed over."""
 
 
@@ -280,11 +307,15 @@ class LlmProposer:
       usage["micro_dollars"] += self._price(reply)
       try:
         answer = read(reply.text)
-        read_ = answer.proposal(context.parent.source, self._task.interface, usage)
+        base, parent = context.base.source, context.parent.source
+        read_ = answer.proposal(base, self._task.interface, usage, parent=parent)
       except (ValueError, RejectedError) as error:
         complaint = str(error)
       else:
         proposal = dataclasses.replace(read_, models=tuple(models))
+        if proposal.finished:
+          complaint = ""
+          break
         if answer.ask and asks < ASKS and not context.overspends(usage):
           asks += 1
           told = context.ask(proposal.source, answer.ask)

@@ -7,6 +7,7 @@ When it exceeds its allowance, it merges duplicates first and then drops the lea
 relevant of the older entries; failures are not dropped before others.
 """
 
+import ast
 import dataclasses
 import json
 import math
@@ -17,7 +18,7 @@ from typing import Any
 
 from mxjax.discovery.core import candidate_source as limits
 from mxjax.discovery.core import interventions
-from mxjax.discovery.core.interface import Hook
+from mxjax.discovery.core.interface import Hook, Interface
 from mxjax.discovery.core.proposal import (
   QUESTION_CALLS,
   Context,
@@ -54,8 +55,9 @@ REFLECTION = (
 
 RESPONSES: Mapping[str, str] = {
   Response.EXTEND: "extend the supported edit or compose it with more",
-  Response.REPAIR_EXPLANATION: "repair the explanation: change the computation and put "
-  "an account first that the verdict did not exclude",
+  Response.REPAIR_EXPLANATION: "repair the explanation: change the computation, and "
+  "register first an account that the verdict did not exclude: one that it left "
+  "standing, or a new one, of another name or in other words",
   Response.REPAIR_TRANSFER: "repair transfer to the target: change the computation and "
   "predict that the target goes down",
   Response.RETIRE: "retire the intervention: leave the computation as before it, or "
@@ -126,15 +128,137 @@ def _measured(values: Mapping[str, float]) -> str:
   return ", ".join(shown)
 
 
-def entry_text(experiment: Experiment) -> str:
+NEW = re.compile(r"\+(?:def )?([A-Za-z_]\w*).*")
+"""A line of a difference that begins a function or a constant."""
+LONG = 3
+"""Lines of a change up to which it is shown again rather than referred to."""
+
+
+def _hunks(diff: str) -> list[tuple[str, list[str]]]:
+  """Cuts a difference of `candidate_source.diff` at its heads and at new functions.
+
+  Returns the lines of each part, with the name of what they stand in or begin.
+  """
+  before, *rest = re.split(r"^@@ ?(.*)\n?", diff, flags=re.MULTILINE)
+  found: list[tuple[str, list[str]]] = []
+  for name, body in [("", before), *zip(rest[::2], rest[1::2], strict=True)]:
+    lines = body.splitlines()
+    starts = [i for i, line in enumerate(lines) if NEW.fullmatch(line)]
+    if any(line[:1] != "+" for line in lines):
+      starts = []
+    ends = [*starts, len(lines)]
+    found.append((name, lines[: ends[0]]))
+    for start, end in zip(starts, ends[1:], strict=True):
+      found.append((NEW.sub(r"\1", lines[start]), lines[start:end]))
+  for _, lines in found:
+    while lines and lines[-1] == "+":
+      lines.pop()
+  return [(name, lines) for name, lines in found if lines]
+
+
+def _plan_of(lines: Sequence[str], sign: str) -> dict[str, Any] | None:
+  """Returns the PLAN on one side of a difference; None if it is not there whole."""
+  text = "\n".join(line[1:] for line in lines if line[:1] == sign)
+  try:
+    plan = ast.literal_eval(text.removeprefix("PLAN = ")) if text else {}
+  except (SyntaxError, ValueError):
+    return None
+  return plan if isinstance(plan, dict) else None
+
+
+def _plan_change(lines: Sequence[str]) -> dict[str, tuple[Any, Any]] | None:
+  """Returns the values of PLAN that a difference changes; None if PLAN is not whole.
+
+  A key that one side leaves out has None there.
+  """
+  before, after = _plan_of(lines, "-"), _plan_of(lines, "+")
+  if before is None or after is None:
+    return None
+  pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+  return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def edited(diff: str) -> list[str]:
+  """Names the functions, constants and keys of PLAN that a difference edits."""
+  names: dict[str, None] = {}
+  for name, lines in _hunks(diff):
+    keys = _plan_change(lines) if name == "PLAN" else None
+    begun = [match[1] for line in lines if (match := NEW.fullmatch(line))]
+    names |= dict.fromkeys((name, *begun) if keys is None else keys)
+  return [name for name in names if name]
+
+
+class Changes:
+  """Shows how programs differ from their parents, and no text a second time.
+
+  Of a program that the parent or the champion descends from, what it edited is named:
+  the change itself is in a program above. A function that stands in the parent's, or in
+  the change of an earlier entry, is referred to.
+  """
+
+  def __init__(self, context: Context | None = None) -> None:
+    """Starts with nothing shown but the parent's program, or not even that."""
+    self._seen: dict[str, str] = {}
+    self._contained: set[str] = set()
+    self._above, self._last = "", ()
+    if context is None:
+      return
+    self._above = context.parent.source
+    records = (context.parent, context.champion, *context.donors)
+    parents = {record.id: record.parent for record in records}
+    for entry in context.history:
+      if entry.status == "ok":
+        parents.setdefault(entry.program, entry.parent)
+    self._last = (context.parent.id, context.champion.id)
+    for program in self._last:
+      while program in parents and program not in self._contained:
+        self._contained.add(program)
+        program = parents[program]
+
+  def contains(self, experiment: Experiment) -> bool:
+    """Returns whether the parent or the champion descends from a program, or is it."""
+    return experiment.status == "ok" and experiment.program in self._contained
+
+  def is_older(self, experiment: Experiment) -> bool:
+    """Returns whether the parent or champion descends from a program and is not it."""
+    return self.contains(experiment) and experiment.program not in self._last
+
+  def text(self, experiment: Experiment) -> str:
+    """Returns what an experiment's program changed, and remembers that it was shown."""
+    if not experiment.diff:
+      return ""
+    if self.contains(experiment):
+      return f"  changed {', '.join(edited(experiment.diff))}: see the programs above"
+    return "\n".join(
+      self._hunk(name, lines, experiment.program)
+      for name, lines in _hunks(experiment.diff)
+    )
+
+  def _hunk(self, name: str, lines: Sequence[str], program: str) -> str:
+    head, text = f"@@ {name}".rstrip(), "\n".join(lines)
+    if name == "PLAN" and (keys := _plan_change(lines)) is not None:
+      shown = [f"{key} {old!r} to {new!r}" for key, (old, new) in keys.items()]
+      return f"{head}: {', '.join(shown)}"
+    if len(lines) > LONG:
+      bare = "\n".join(line[1:] for line in lines)
+      if bare in self._above and all(line[:1] == "+" for line in lines):
+        return f"{head}: added, as in the program above"
+      if (first := self._seen.setdefault(text, program)) != program:
+        return f"{head}: as in {first[:8]}"
+    return f"{head}\n{text}"
+
+
+def entry_text(experiment: Experiment, changes: Changes | None = None) -> str:
   """Renders an experiment for memory, with whatever its arm may see of it.
 
   A packet shows what each account predicted, what became of every control that did not
   succeed, what the observations excluded by which condition, what is left and asked of
   later programs, and why an answer to a demand counted or did not. The values of its
-  program and of its controls are rows of `measurements`.
+  program and of its controls are rows of `measurements`. A program that the parent or
+  the champion descends from has its words, what it changed and its verdict alone.
   """
-  e = experiment
+  changes = changes or Changes()
+  e, is_older = experiment, changes.is_older(experiment)
   moved = _changes(e.values, e.changes)
   parts = [
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
@@ -150,6 +274,7 @@ def entry_text(experiment: Experiment) -> str:
   lines += [
     f"  {account.name} ({account.statement}) predicts {_table(account.predictions)}"
     for account in e.explanations
+    if not is_older
   ]
   asked = {o for a in e.explanations for row in a.predictions.values() for o in row}
   seen = {
@@ -158,11 +283,12 @@ def entry_text(experiment: Experiment) -> str:
   lines += [
     f"  {ran.condition}: {ran.status}{'; ' if ran.detail else ''}{ran.detail}"
     for ran in e.ran
-    if not ran.values
+    if not ran.values and not is_older
   ]
   if e.verdict:
     gone = [f"{name} by {condition}" for name, condition in e.excluded.items()]
-    lines.append(f"  observed {_table(seen)}")
+    if not is_older:
+      lines.append(f"  observed {_table(seen)}")
     lines.append(
       f"  verdict {e.verdict} ({e.reason}); excluded {', '.join(gone) or 'none'}; left "
       f"{', '.join(e.survivors) or 'none'}" + (f"; asks {e.asks}" if e.asks else "")
@@ -173,7 +299,7 @@ def entry_text(experiment: Experiment) -> str:
       f"  response {made.response} ({made.about}) {counted[made.implemented]}: "
       f"{made.detail}"
     )
-  return "\n".join([*lines, e.diff] if e.diff else lines)
+  return "\n".join([*lines, change] if (change := changes.text(e)) else lines)
 
 
 def measurements(experiments: Sequence[Experiment]) -> str:
@@ -204,6 +330,11 @@ def measurements(experiments: Sequence[Experiment]) -> str:
     for (name, condition), row in rows.items()
   ]
   return "\n".join([f"program or control of it: {' '.join(columns)}", *lines])
+
+
+def _entries_text(entries: Sequence[Experiment], context: Context) -> str:
+  changes = Changes(context)
+  return "\n".join(entry_text(entry, changes) for entry in entries)
 
 
 def _merged(entries: Sequence[Experiment]) -> list[Experiment]:
@@ -237,9 +368,7 @@ def select(
   if best is not None:
     wanted.add(id(best))
   entries = [e for e in history if id(e) in wanted]
-  size = lambda: (
-    sum(count(entry_text(e) + "\n") for e in entries) + count(measurements(entries))
-  )
+  size = lambda: count(_entries_text(entries, context)) + count(measurements(entries))
   if size() > allowance:
     entries = _merged(entries)
   while entries and size() > allowance:
@@ -256,7 +385,10 @@ then compiled. Every hook and every key of PLAN that the module leaves out has i
 default. A hook sees one unit (a row, a block, a head, a linear) and nothing else, and
 must return arrays of exactly the declared shapes and dtypes; float64 is enabled. Branch
 on values with jnp.where, jax.lax.cond or jax.lax.switch, and loop with
-jax.lax.fori_loop: Python's `if` on a traced value fails."""
+jax.lax.fori_loop: Python's `if` on a traced value fails. Of linear algebra, eigh, qr,
+cholesky, svd, inv, solve and pinv of jnp.linalg, jax.lax.linalg.triangular_solve and
+jax.scipy.linalg by its full name work in every hook, batched or not. Refused are eig,
+complex numbers, callbacks, classes, `try`, `with` and every other import."""
 ANSWER = """\
 Answer with one JSON object. Text around it is passed over.
 - "label": a short name of the edit; "note": why it should help.
@@ -265,7 +397,10 @@ Answer with one JSON object. Text around it is passed over.
   and the rest of the program stays. Instead of "code" you may put them into one
   ```python fence after the object, unescaped. "plan": the values of PLAN that you
   change, such as {plan}. Or, instead of both, "source": the whole module.
-- "declared": the hooks and PLAN keys that you change; left out, those that differ."""
+- "declared": the hooks and PLAN keys that you change; left out, those that differ.
+- "finished": true, with a "note" that says why and without "code", "plan" and "source",
+  where you judge that no edit that you can think of would lower the target by more than
+  its margin. It ends the run, and calls that are left are not spent."""
 ASKING = """
 - "ask": "all" or the name of a part, such as a linear: nothing runs, and the free
   proxy's errors of your program there come back, beside those of the parent; then you
@@ -283,16 +418,25 @@ QUESTION = """
 - "controls": each with "name", "intervention" and "statement". Exact forms of an
   intervention, with an example each (the evaluator adds the parent and sets the cost):
 {interventions}
-  The `code` of a control of kind `program` is merged by name into YOUR program, not
-  into the parent: its functions take the place of yours, and your helpers stay.
+  A control of kind `program` has either `without`, or else `code`, `plan` or both, as
+  in {{"kind": "program", "code": "def ..."}}. Its `code` is merged by name into YOUR
+  program, not into the parent: its functions take the place of yours, and your helpers
+  stay; so it may replace a helper alone. A control names hooks by `without`, `hooks`
+  and such values, and what it names is the part of the edit that your first account
+  credits; `code` names none, and where no control names one, that is the whole edit.
   Every control that runs shows all observables with a margin, the target too{except_}.
 Rules of a question:
 1. Symbols: down, same, up compare a condition with the PARENT, named below with its
-   values; a change within the margin is `same`. kept, lost, reversed say what a control
-   leaves of YOUR OWN change of that observable: more than half of it; half or less; or
-   a change the other way beyond the margin (which counts as lost, too). An ablation
-   asks kept or lost. The two kinds of symbol are not compared with each other, and
-   `primary` takes the first three only.
+   values; a change within the margin is `same`. kept, lost, gone, reversed compare a
+   control with YOUR PROGRAM, where that moved the observable by more than its margin:
+   lost - it is worse under the control than in your program by more than its margin, so
+   a share of your change goes with what was taken away; kept - it is not; gone - at
+   most a margin of your change from the parent is left (lost, too); reversed - it is
+   worse than in the PARENT by more than its margin (gone and lost, too). "Worse" is
+   back the way that your change came. Two parts may each have a share, so an ablation
+   asks lost or kept, and gone only where nothing else may carry a share.{again}
+   The two kinds of symbol are not compared with each other, and `primary` takes down,
+   same and up only.
 2. Accounts should agree about `primary`, or else the run alone decides and no control
    is worth a call; every pair must differ, in the same observable, under some control
    or under `primary`. An account that says nothing of an observable under a control is
@@ -306,15 +450,21 @@ Rules of a question:
    So a question is reserved 1 call for the candidate, those of its own controls and
    those of ours, and what turns out not to be needed is given back. If more is reserved
    than is left, the candidate runs without its question, and you are told so."""
+AGAIN = """
+   {kinds} takes nothing away and measures your change a second time, where a smaller
+   one is expected: there kept means that more than half of it shows."""
+"""What `kept` means under controls that measure the whole edit again."""
 BINDING = """
 5. The verdict asks something of the next programs: supported - extend it; target_only
-   (a gain for another reason) - change the account; mediator_only (the observable, not
-   the target) - carry it to the target; no_effect (also where nothing moves beyond its
-   margin) - leave it out; unresolved - a control that tells the rest apart; unsafe - do
-   not repeat it. An observable that is at its floor is not to be extended.
+   (a gain for another reason) - change the account, to a new one or one that is left;
+   mediator_only (the observable, not the target) - carry it to the target; no_effect
+   (also where nothing moves beyond its margin) - leave it out; unresolved - a control
+   that tells the rest apart; unsafe - do not repeat it. An observable that is at its
+   floor is not to be extended.
 6. A response counts if it moves the observable that the demand is about by more than
-   its margin; an edit that moves nothing meets nothing. Nothing has to reach the
-   threshold of a residual: below it the question is closed, and that is all."""
+   its margin; an edit that moves nothing meets nothing. The question of the same answer
+   may be about any residual that is open. Nothing has to reach the threshold of a
+   residual: below it the question is closed, and that is all."""
 """Rules of a question for arms whose verdicts bind later programs."""
 ANOTHER_PART = (
   "`another part of the edit` (1 call), where the edit changes hooks that your "
@@ -413,12 +563,14 @@ def _interventions_text(task: Task) -> str:
 def _limits() -> str:
   return (
     f"Limits: {limits.MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} "
-    f"operations of the compiled program of one unit (a loop's body counts once, and "
-    f"so does what is under jax.vmap, however many it maps over; a "
+    f"operations of the compiled program of one unit (a loop's body counts once here, "
+    f"and so does what is under jax.vmap, however many it maps over; a "
     "Python loop counts every turn), "
     f"{limits.CONSTANT_BYTES} bytes of constants, "
     f"{limits.VALUE_BYTES >> 20} MiB of intermediate values and {limits.FLOPS:.2g} "
-    f"floating-point operations a unit; {limits.TRACE_SECONDS:g} s to trace and "
+    f"floating-point operations a unit, a loop's body counted once. Time is spent on "
+    "every turn of every loop, times the units of a call: "
+    f"{limits.TRACE_SECONDS:g} s to trace and "
     f"{limits.CALL_SECONDS:g} s for a call with its compilation, after which it counts "
     "as failed and is charged."
   )
@@ -438,11 +590,13 @@ def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
   if task.proxy() is not None:
     form += ASKING
   if evidence == "verdict":
+    again = [kind for kind, each in task.interventions.items() if each.elsewhere]
     form += QUESTION.format(
       target=task.target,
       interventions=_interventions_text(task),
       rivals="; ".join((ANOTHER_PART.format(target=task.target), *task.rivals_told)),
       except_=", but for other_text" if OTHER_TEXT in task.interventions else "",
+      again=AGAIN.format(kinds=" and ".join(again)) if again else "",
       least=QUESTION_CALLS,
     )
     form += BINDING if compiles else ""
@@ -511,7 +665,35 @@ def _budget_text(context: Context) -> str:
   return f"{told}."
 
 
-def _question(context: Context, references: Mapping[str, float]) -> list[str]:
+WITHOUT_DEFAULTS = (
+  "without the functions that equal their default, which belong to it all the same"
+)
+
+
+def _without_defaults(source: str, interface: Interface) -> tuple[str, bool]:
+  """Returns a program without functions that the interface has word for word.
+
+  And whether that is the whole program.
+  """
+  try:
+    tree = ast.parse(source)
+  except SyntaxError:
+    return source, True
+  texts = (interface.header, *(hook.default for hook in interface.hooks))
+  known = {ast.unparse(node) for text in texts for node in ast.parse(text).body}
+  lines, is_whole = source.splitlines(), True
+  for node in reversed(tree.body):
+    if isinstance(node, ast.FunctionDef) and ast.unparse(node) in known:
+      del lines[node.lineno - 1 : node.end_lineno]
+      is_whole = False
+  if is_whole:
+    return source, True
+  return re.sub(r"\n{3,}", "\n\n\n", "\n".join(lines)).strip() + "\n", False
+
+
+def _question(
+  context: Context, references: Mapping[str, float], task: Task
+) -> list[str]:
   """Returns code, objective and diagnostics, as far as the arm's evidence allows."""
   parent, target = context.parent, context.target
   values = dict(parent.values)
@@ -526,6 +708,13 @@ def _question(context: Context, references: Mapping[str, float]) -> list[str]:
     f"The parent, which you revise and which predictions are relative to, is "
     f"{parent.id[:8]}.{because}{took} Measured on it: {_measured(values)}",
   ]
+  if units := {
+    hook.name: count
+    for hook in task.interface.hooks
+    if (count := task.units(parent.plan).get(hook.name)) and hook.is_active(parent.plan)
+  }:
+    told = ", ".join(f"{name} {count}" for name, count in units.items())
+    parts.append(f"Units on which a call of the parent runs each hook: {told}.")
   if references:
     known = ", ".join(f"{value:.6g} for {name}" for name, value in references.items())
     now = f"{target} is {values[target]:.6g} now"
@@ -534,29 +723,60 @@ def _question(context: Context, references: Mapping[str, float]) -> list[str]:
     parts += [
       f"Its {name} part by part:\n{_grid(each)}" for name, each in parent.parts.items()
     ]
-  parts.append(f"Program:\n{parent.source}")
+  shown, is_whole = _without_defaults(parent.source, task.interface)
+  head = "Program" + ("" if is_whole else f", {WITHOUT_DEFAULTS}")
+  parts.append(f"{head}:\n{shown}")
   if context.evidence == "reflect":
     parts.append(REFLECTION)
   return parts
 
 
+def _parts_edited(demand: Demand) -> list[str]:
+  """Names the parts that an edit changed itself, not those that a key switched on."""
+  value = lambda call, name: (call.computation.get(name), call.plan.get(name))
+  own = [
+    name
+    for name in demand.computation
+    if value(demand.before, name) != value(demand.intervention, name)
+  ]
+  return own or [*demand.computation]
+
+
 def _demand_text(demand: Demand, context: Context) -> str:
-  """Says what a demand asks, where, and whether the next answer is checked on it."""
-  residual = demand.residual
+  """Says what a demand asks and where, and whether the next answer is checked on it."""
+  residual, where = demand.residual, ", ".join(_parts_edited(demand))
   told = (
     f"{RESPONSES[demand.response]}. {demand.label} was {demand.verdict} on "
     f"{residual.observable} (left standing: {', '.join(demand.survivors) or 'none'}). "
   )
-  where = ", ".join(demand.computation)
   if demand.forbids:
-    return f"Forbidden (checked on every answer): {told}It was made in {where}."
+    return f"Forbidden (checked on every answer): {told}It edited {where}."
   about = " or ".join(demand.about or (residual.observable,))
-  how = f"The response must move {about} beyond its margin; so far {where} did."
+  how = f"The response must move {about} beyond its margin; the edit was of {where}."
   if demand.response == Response.ADD_DISCRIMINATOR and demand.survivors:
     how = f"Make the same edit of {where}, with the new control."
-  if demand == context.checked:
-    return f"Required response, checked on this answer: {told}{how}"
-  return f"Required response, owed later and not checked now: {told}{how}"
+    if (again := context.repeated) is not None and demand == context.checked:
+      how = (
+        f"The edit of {where} is made: what you answer is merged into {again.id[:8]}, "
+        'and without "code", "plan" and "source" that is the program. It is the one '
+        f"above, but for\n{limits.diff(context.parent.source, again.source)}"
+      )
+  checked = "checked on this answer" if demand == context.checked else "not checked now"
+  return f"Required response, {checked}: {told}{how}"
+
+
+def _owed_later(demand: Demand, context: Context) -> str:
+  """Says in a line what is owed beside the demand that is told in full."""
+  observable, checked = demand.residual.observable, context.checked
+  told = (
+    f"Owed later: {demand.response.replace('_', ' ')}, because {demand.label} was "
+    f"{demand.verdict} on {observable}."
+  )
+  if checked is None or checked.residual.observable == observable:
+    return told
+  return (
+    f'{told} With "residual": "{observable}" it is checked in the place of the first.'
+  )
 
 
 def _residual_text(residual: Residual, context: Context) -> str:
@@ -582,9 +802,11 @@ def _lineage_text(context: Context) -> list[str]:
       f"{head}: the program above, but for\n{difference}",
       key=len,
     )
+  own = {e.program: edited(e.diff) for e in context.history if e.status == "ok"}
+  changed = lambda step: ", ".join(own.get(step.program) or step.changed)
   steps = [
     f"  {step.program[:8]} {target} {step.value:.6g}: {step.label}"
-    + (f" (changed {', '.join(step.changed)})" if step.changed else "")
+    + (f" (changed {changed(step)})" if step.changed else "")
     for step in context.lineage
   ]
   way = "How it came about, from the start:\n" + "\n".join(steps)
@@ -618,8 +840,11 @@ def memory(
     left -= used
 
   if context.evidence == "verdict":
-    owed = sorted(context.demands, key=lambda d: d != context.checked)
-    texts = [_demand_text(demand, context) for demand in owed]
+    owed = [demand for demand in context.demands if not demand.forbids]
+    owed.sort(key=lambda demand: demand != context.checked)
+    whole = (*owed[:1], *(demand for demand in context.demands if demand.forbids))
+    texts = [_demand_text(demand, context) for demand in whole]
+    texts += [_owed_later(demand, context) for demand in owed[1:]]
     if context.focus is not None and context.checked is None:
       texts.append(f"This round is about {_residual_text(context.focus, context)}.")
     questions = [f"- {_residual_text(r, context)}" for r in context.residuals]
@@ -638,7 +863,7 @@ def memory(
   entries = select(context, max(left - count(f"{table}\n\n{head}\n"), 0), count)
   if rows := measurements(entries):
     shown.append(table + rows)
-  told = "\n".join(entry_text(entry) for entry in entries)
+  told = _entries_text(entries, context)
   return "\n\n".join([*shown, f"{head}\n{told or 'none'}"])
 
 
@@ -657,7 +882,7 @@ def messages(
   """
   system = _system(task, context.evidence, compiles=context.compiles)
   shown = task.references if context.evidence not in ("none", "score") else {}
-  parts = "\n\n".join(_question(context, shown))
+  parts = "\n\n".join(_question(context, shown, task))
   fixed = count(system) + count(parts + "\n\n") + reserve
   least = count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 3
   if fixed + least > INPUT_TOKENS:

@@ -434,10 +434,18 @@ DESCRIPTION = (
   "as x' = T x on the 32 inputs of a block and as W' = W T^-1 on the weights, so the "
   "float function is unchanged; only trusted code decodes. A payload is legal if its "
   f"codes are at most 15 and its exponent is within {EXPONENT_SLACK} of "
-  "block_exponent of what it encodes; one illegal payload fails the call. Layers are "
-  "quantized from the first to the last, each linear from the float model's "
-  "calibration inputs: first its maps, then its weights, then its tables; the fits of "
-  "heads and MLPs come after them. Most of a first call's time goes to compiling."
+  "block_exponent of the 32 numbers that it encodes, as trusted code has them and in "
+  "the coordinates of T: the weights of W' = W T^-1 before any error is carried into "
+  "them (with transform reached, after), and the activations x' = T x; one illegal "
+  "payload fails the call. Layers are quantized from the first to the last, each "
+  "linear from the float model's calibration inputs: first its maps, then its "
+  "weights, then its tables; the fits of heads and MLPs come after them. Most of a "
+  "first call's time goes to compiling. Everything runs on the cores of one CPU: "
+  "encode_weight and encode_act on 128 rows or tokens of a block at once, "
+  "encode_linear on all rows of a linear, a pass on all tiles of a block, and the "
+  "other hooks on one unit after another. `gram`, `cross`, `curvature` and `state` "
+  "belong to the block or linear and are not batched: a product with them is one "
+  "matrix product for all rows."
 )
 OBSERVABLES: Mapping[str, str] = {
   "log_ppl": "natural logarithm of the perplexity of the evaluation text, in nats",
@@ -445,9 +453,14 @@ OBSERVABLES: Mapping[str, str] = {
   "fit3": "half of the mean and half of the worst of three relative damages: "
   "perplexity of two texts, and the share of top predictions that change",
   "operator_error": "relative squared error |y - y_float|^2 / |y_float|^2 of a "
-  "linear's output with both operands rounded, mean of all linears",
-  "activation_error": "the same with only the activations rounded",
-  "weight_error": "the same with only the weights rounded",
+  "linear's output with both operands rounded, mean of all linears, on the float "
+  "model's inputs of the first window of the evaluation text",
+  "activation_error": "the same with the program's activation codes beside the FLOAT "
+  "weights. The codes are those that encode_act chose for the rounded weights: codes "
+  "that cancel weight errors (by `cross`, or by tables realized at all) lower "
+  "operator_error and may raise this, so it is no goal of its own; judge encode_act by "
+  "operator_error",
+  "weight_error": "the same with the program's weights beside float activations",
   "contaminated": "share of activation blocks whose largest magnitude is more than 32 "
   "times their median, after the map",
   "value_error": "operator_error of the v_proj linears",
@@ -456,8 +469,9 @@ OBSERVABLES: Mapping[str, str] = {
   "down_up_ratio": "activation_error of down_proj over that of up_proj",
   "other_text": "the target on windows that no primary run sees",
   "proxy_error": "operator_error of a few blocks of one layer, from calibration alone",
-  "proxy_act": "the same with only the activations rounded",
-  "proxy_weight": "the same with only the weights rounded",
+  "proxy_act": "the same with the activation codes beside the float weights, as in "
+  "activation_error",
+  "proxy_weight": "the same with the weights beside float activations",
   "layer_N": "operator_error of the linears of layer N",
 }
 
@@ -485,7 +499,7 @@ def encode_weight(block, curvature):
     {
       "name": "choice",
       "statement": "Some blocks want the larger exponent and some do not: with the "
-      "larger one everywhere most of the gain is lost.",
+      "larger one everywhere a part of the gain is lost.",
       "predictions": {
         "primary": {"weight_error": "down"},
         "larger everywhere": {"weight_error": "lost"},
@@ -494,7 +508,7 @@ def encode_weight(block, curvature):
     {
       "name": "clipping",
       "statement": "Clipped magnitudes make the error: the larger exponent everywhere "
-      "keeps most of the gain.",
+      "does as well as the choice.",
       "predictions": {
         "primary": {"weight_error": "down"},
         "larger everywhere": {"weight_error": "kept"},

@@ -142,9 +142,14 @@ class PtqOptions:
     return self.model is not None and self.model.startswith(RANDOM)
 
   @functools.cached_property
+  def config(self) -> models.ModelConfig:
+    """Configuration of the model that the search quantizes, with all its layers."""
+    return _config(self.model, self.dtype)
+
+  @functools.cached_property
   def layer_count(self) -> int:
     """Layers of the model that the search quantizes."""
-    count = _config(self.model, self.dtype).num_layers
+    count = self.config.num_layers
     return count if self.layers is None else min(self.layers, count)
 
   @property

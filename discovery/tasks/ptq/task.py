@@ -22,6 +22,7 @@ from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.interventions import Interventions
 from mxjax.discovery.core.residual import OTHER_TEXT, Residual, Rival
 from mxjax.discovery.core.task import Call, Defaults, Session
+from mxjax.discovery.tasks.ptq import units
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES
 from mxjax.discovery.tasks.ptq.interface import (
   DESCRIPTION,
@@ -42,7 +43,14 @@ from mxjax.numerics.contract import PAPER_CONTRACT
 OTHERS = ("holdout", "transfer")
 """Options that name other models; the task on one of them knows neither."""
 OPEN_SHARE = 0.5
-"""A residual is open while it exceeds this fraction of the initial program's value."""
+"""The error of both operands is open while it exceeds this fraction of the initial
+program's value."""
+PART_SHARE = 0.6
+"""The same for every other residual, each of which is a part of that error.
+
+What is open is addressed in the order of its excess over the threshold, so a round is
+about the whole error first, and about a part of it where that stays behind.
+"""
 EVALUATOR_PACKAGES = (
   "mxjax.numerics",
   "mxjax.pallas_kernels",
@@ -106,8 +114,10 @@ class PtqTask(Defaults):
   def description(self) -> str:
     """What is quantized, and on how many tokens it is fitted and scored."""
     options, sizes = self.options, self.options.calibration
+    rows = [f"{name} {each.rows}" for name, each in units.linears(options).items()]
     return (
-      f"{DESCRIPTION} The model has {options.layer_count} layers. A candidate is "
+      f"{DESCRIPTION} The model has {options.layer_count} layers, and its linears so "
+      f"many rows (outputs): {', '.join(rows)}. A candidate is "
       f"fitted on {sizes[0]} calibration sequences of {sizes[1]} tokens, and a primary "
       f"run scores {options.tokens_scored['primary']} tokens of another text, in "
       f"{options.windows[0]} windows of {options.windows[1]}."
@@ -227,6 +237,10 @@ class PtqTask(Defaults):
   def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
     return interventions.rivals(own, parent, self.options)
 
+  @override
+  def units(self, plan: Mapping[str, Any]) -> Mapping[str, int]:
+    return units.of_call(self.options, plan)
+
   def price(self, intervention: Mapping[str, Any]) -> int:
     """Returns the calls of a condition: its tokens in units of a primary run's."""
     if intervention.get("kind") != OTHER_TEXT:
@@ -263,8 +277,9 @@ class PtqTask(Defaults):
     return PtqTask(**{**options, **others, "model": model, "layers": layers})
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Returns the observables above half of the initial program's value."""
-    thresholds = {k: OPEN_SHARE * v for k, v in self.options.initial.items()}
+    """Returns the observables above their share of the initial program's value."""
+    share = lambda name: OPEN_SHARE if name == "operator_error" else PART_SHARE
+    thresholds = {k: share(k) * v for k, v in self.options.initial.items()}
     return [
       Residual(program, name, values[name], thresholds[name])
       for name in RESIDUALS

@@ -8,6 +8,7 @@ import pytest
 
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import ProposerError
+from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.proposers import endpoint, llm
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks import world
@@ -365,3 +366,42 @@ def test_a_recorded_run_replays_where_calls_take_another_time(tmp_path):
   told = [r["messages"][1]["content"] for r in shown]
   assert told
   assert all("Its call took 3.12 s, with compilation." in text for text in told)
+
+
+FINISHED = {"finished": True, "note": "every site works"}
+
+
+def test_a_model_may_say_that_it_is_finished_and_is_asked_nothing_more():
+  model = Model(FINISHED, "no")
+  asked = dataclasses.replace(told_.context(), parent=start())
+  refused = dataclasses.replace(asked, review=lambda proposal: "there is no program")
+  made = llm.LlmProposer(model, TASK).propose(refused)
+  assert (made.finished, made.note, made.source) == (True, "every site works", "")
+  assert len(model.requests) == 1, "no repair of a program that is not there"
+  assert made.usage["calls"] == 1 and made.models == ("m",)
+  assert type(made).from_dict(made.to_dict()) == made
+
+
+@pytest.mark.parametrize(
+  ("changes", "told"),
+  [({"code": RIGHT}, "`code` beside it"), ({"note": ""}, "no note")],
+)
+def test_finished_has_a_reason_and_no_program(changes, told):
+  model = Model({**FINISHED, **changes}, FINISHED)
+  asked = dataclasses.replace(told_.context(), parent=start())
+  assert llm.LlmProposer(model, TASK).propose(asked).finished
+  assert told in model.told[1]
+
+
+def test_a_repeated_edit_is_made_already_and_an_answer_may_add_a_control_alone():
+  again = told_.record("again", source=llm.merged(start().source, RIGHT, {}))
+  owed = told_.demand(Response.ADD_DISCRIMINATOR, survivors=("act", "place"))
+  known = {"parent": start(), "repeated": again, "checked": owed, "demands": (owed,)}
+  asked = told_.context(**known)
+  model = Model({k: v for k, v in answer().items() if k != "code"})
+  made = llm.LlmProposer(model, TASK).propose(asked)
+  assert made.source == asked.repeated.source
+  assert made.declared == (A,), "beside the parent"
+  shown = model.requests[0]["messages"][1]["content"]
+  assert "what you answer is merged into again" in shown
+  assert f"@@ {A}\n-  return x\n+  return x + 0.5" in shown

@@ -11,6 +11,7 @@ from mxjax.discovery.core.proposal import (
   Experiment,
   Ran,
   Record,
+  Step,
   strip,
 )
 from mxjax.discovery.core.residual import Explanation, Residual
@@ -132,7 +133,7 @@ def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
     "since the best program improved: 7",
     "Open residuals:\n- excess_mlp = 0.9",
     "extend the supported edit or compose",
-    "so far mlp did",
+    "the edit was of mlp",
   ):
     assert part in text
 
@@ -286,3 +287,97 @@ def test_an_entry_does_not_repeat_what_the_table_holds():
   text = prompt.entry_text(dataclasses.replace(PACKET, values={"loss": 2.0}))
   assert "loss -0.1" not in text
   assert "layer_0 +0.25" in text
+
+
+def long_change(name, value):
+  lines = [
+    f"+def {name}(x):",
+    *(f"+  x = x + {i}" for i in range(4)),
+    f"+  return {value}",
+  ]
+  return "\n".join(lines)
+
+
+def test_programs_on_the_way_to_the_parent_are_told_by_name_and_verdict():
+  """What they changed is in the program that the prompt shows."""
+  older = dataclasses.replace(PACKET, program="older", parent="start")
+  last = dataclasses.replace(PACKET, program="p", parent="older", diff="@@ mlp\n+  x")
+  side = dataclasses.replace(
+    PACKET, program="side", parent="older", diff="@@ mlp\n-  y"
+  )
+  failed = dataclasses.replace(last, status="crashed", diff="@@ mlp\n+  broken")
+  parent = dataclasses.replace(record("p"), parent="older")
+  text = told(context(history=(older, last, side, failed), parent=parent))
+  entry = text.partition("[older from start]")[2].partition("\n[")[0]
+  assert "verdict supported (focal_alone); excluded size by c" in entry
+  assert "in its own words" in entry and "predicts" not in entry
+  entry = text.partition("[p from older]")[2].partition("\n[")[0]
+  assert "changed mlp: see the programs above" in entry
+  assert "site (told why) predicts" in entry, "the parent's own accounts stay"
+  assert "+  return 2 * x" not in text
+  assert "@@ mlp\n-  y" in text and "@@ mlp\n+  broken" in text
+
+
+def test_a_function_of_two_programs_is_shown_once():
+  body = long_change("search", "x")
+  one = dataclasses.replace(PACKET, program="one", diff=f"@@ search\n{body}")
+  both = f"@@ search\n{body}\n+\n+\n{long_change('other', 'y')}"
+  two = dataclasses.replace(PACKET, program="two", diff=both)
+  text = told(context(history=(one, two)))
+  assert text.count(body) == 1
+  assert "@@ search: as in one" in text
+  assert f"@@ other\n{long_change('other', 'y')}" in text
+  above = body.replace("\n+", "\n")[1:]
+  parent = record("p", source=f"{SOURCE}\n\n{above}\n")
+  assert "@@ search: added, as in the program above" in told(
+    context(history=(one,), parent=parent)
+  )
+
+
+def test_a_change_of_the_plan_is_told_by_its_keys():
+  old = "-PLAN = {'a': 1, 'b': False}"
+  whole = "\n".join(["@@ PLAN", old, "+PLAN = {'a': 2, 'b': False}"])
+  shown = prompt.entry_text(dataclasses.replace(PACKET, diff=whole))
+  assert shown.endswith("@@ PLAN: a 1 to 2")
+  assert prompt.edited(whole) == ["a"]
+  lines = "@@ PLAN\n-  'a': 1,\n+  'a': 2,"
+  assert prompt.entry_text(dataclasses.replace(PACKET, diff=lines)).endswith(lines)
+
+
+def test_the_program_is_shown_without_functions_that_equal_their_default():
+  site = world.SITES[0]
+  own = SOURCE.replace(f"def {site}(x):\n  return x", f"def {site}(x):\n  return -x")
+  user = prompt.messages(context(parent=record("p", source=own)), TASK)[1]["content"]
+  shown = user.partition("Program, ")[2].partition("Required response")[0]
+  assert shown.startswith("without the functions that equal their default")
+  assert f"def {site}(x):\n  return -x" in shown
+  assert shown.count("def ") == 1
+  assert "PLAN = {" in shown and "import jax" in shown
+  every = "\n".join(f"def {site}(x):\n  return -x\n" for site in TASK.interface.names)
+  whole = prompt.messages(context(parent=record("p", source=every)), TASK)[1]["content"]
+  assert f"Program:\n{every}" in whole
+
+
+def test_a_demand_names_what_was_edited_and_not_what_a_key_switched_on():
+  before = Call({"mlp": "1", "balance": "1"}, {"remeasure": False}, {})
+  after = Call({"mlp": "1", "balance": "2"}, {"remeasure": True}, {})
+  one = demand(computation=("mlp", "balance", "remeasure"))
+  one = dataclasses.replace(one, before=before, intervention=after)
+  text = prompt.memory(context(demands=(one,)))
+  assert "the edit was of balance, remeasure." in text
+
+
+def test_the_lineage_names_what_was_edited():
+  made = dataclasses.replace(PACKET, diff="@@ helper\n-  y\n+  x")
+  way = (Step("start", "the start", 3.0), Step("program1", "edit", 2.9, ("mlp",)))
+  text = prompt.memory(context(history=(made,), lineage=way))
+  assert "program1 loss 2.9: edit (changed helper)" in text
+
+
+def test_another_question_that_is_owed_may_be_answered_instead():
+  first = demand()
+  residual = dataclasses.replace(RESIDUAL, observable="excess_balance")
+  other = demand(packet="2", label="another", residual=residual)
+  text = prompt.memory(context(demands=(other, first), checked=first))
+  told_ = 'With "residual": "excess_balance" it is checked in the place of the first.'
+  assert told_ in text

@@ -10,7 +10,10 @@ from mxjax.discovery.core import candidate_source, interventions, store
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import Budget, Step
 from mxjax.discovery.core.residual import FATES, SYMBOLS, Residual
+from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.proposers import llm, prompt
+from mxjax.discovery.sandbox import artifact, frames, tracing
+from mxjax.discovery.search import frontier
 from mxjax.discovery.tasks import world
 from mxjax.discovery.tasks.ptq import task as ptq
 from tests.discovery import searching
@@ -35,6 +38,7 @@ def text(task, evidence="verdict", **changes):
   parent = dataclasses.replace(
     told_.record("p"),
     source=task.interface.default_source(),
+    plan=task.interface.default_plan,
     values={task.target: 3.0, **dict.fromkeys(task.margins, 0.5)},
   )
   given = {"parent": parent, "target": task.target, "champion": parent}
@@ -234,6 +238,40 @@ def test_the_contract_and_the_rules_of_a_question_are_told(task):
   assert "residual" not in text(task, "score").split("Target to lower")[0]
 
 
+def test_lost_gone_and_reversed_are_told_as_shares_of_the_edit(task):
+  shown = " ".join(text(task).split())
+  for rule in (
+    "lost - it is worse under the control than in your program by more than its margin",
+    "gone - at most a margin of your change from the parent is left (lost, too)",
+    "reversed - it is worse than in the PARENT by more than its margin (gone and lost",
+    "Two parts may each have a share",
+  ):
+    assert rule in shown
+  again = [kind for kind, each in task.interventions.items() if each.elsewhere]
+  told = f"{' and '.join(again)} takes nothing away and measures your change a second"
+  assert (told in shown) == bool(again)
+  assert "more than half of it; half or less" not in shown
+
+
+def test_an_answer_may_be_that_no_edit_is_left(task):
+  for evidence in ("verdict", "score"):
+    shown = " ".join(text(task, evidence).split())
+    assert '- "finished": true, with a "note" that says why' in shown
+
+
+def test_a_control_of_kind_program_takes_away_or_puts_in(task):
+  shown = " ".join(text(task).split())
+  assert "A control of kind `program` has either `without`, or else `code`" in shown
+  assert "may replace a helper alone" in shown
+
+
+def test_a_repair_may_bring_a_new_account_and_ask_about_another_residual(task):
+  one = told_.demand(Response.REPAIR_EXPLANATION)
+  shown = " ".join(text(task, demands=(one,), checked=one).split())
+  assert "one that it left standing, or a new one" in shown
+  assert "question of the same answer may be about any residual that is open" in shown
+
+
 def test_the_contract_names_format_scales_and_blocks():
   shown = ptq.DESCRIPTION
   assert all(word in shown for word in ("E2M1", "E8M0", "32", "x' = T x"))
@@ -275,8 +313,9 @@ def test_one_demand_is_checked_and_says_where_and_by_how_much():
   shown = text(task, demands=(later, first), checked=first)
   assert "Required response, checked on this answer: extend" in shown
   assert "must move excess_mlp beyond its margin" in shown
-  assert "owed later and not checked now: extend" in shown
-  assert shown.index("checked on this answer") < shown.index("owed later")
+  assert "Owed later: extend, because another was supported on excess_mlp." in shown
+  assert shown.count(prompt.RESPONSES[Response.EXTEND]) == 1, "one is told in full"
+  assert shown.index("checked on this answer") < shown.index("Owed later")
 
 
 def test_the_lineage_is_short_and_no_donor_brings_its_source():
@@ -309,3 +348,87 @@ def test_a_task_without_words_is_refused_by_name(tmp_path):
     "DESCRIPTION, OBSERVABLES",
   ):
     assert part in str(caught.value)
+
+
+def test_a_first_round_of_the_ptq_task_is_about_the_error_of_both_operands():
+  """At the start every observable is as much as the initial program has of it."""
+  initial = dict.fromkeys(ptq.RESIDUALS, 0.5)
+  task = ptq.PtqTask(model="random:0", **OPTIONS, initial=initial)
+  opened = frontier.ResidualFrontier(task.margins)
+  opened.open(task.residuals("p", initial))
+  first, *others = opened.actionable("p")
+  assert first.observable == "operator_error"
+  assert {r.observable for r in others} == {*ptq.RESIDUALS} - {"operator_error"}
+  # A part that stays behind comes first.
+  values = {**initial, "operator_error": 0.3}
+  opened.open(task.residuals("q", values))
+  assert opened.actionable("q")[0].observable != "operator_error"
+
+
+def test_the_ptq_task_says_what_codes_an_activation_error_is_measured_with():
+  shown = text(ptq.PtqTask(model="random:0", **OPTIONS))
+  assert "the program's activation codes beside the FLOAT weights" in shown
+  assert "may raise this, so it is no goal of its own" in shown
+  assert "before any error is carried into them" in shown
+
+
+def test_the_units_of_a_call_are_those_of_the_models_weights():
+  task = ptq.PtqTask(model="random:0", **OPTIONS)
+  model, params = task.options.load()
+  weights = [
+    params[model.layer_name(index)][block][name]["weight"].shape
+    for index in range(model.num_layers)
+    for block, name in model.projection_taps
+  ]
+  plan = {**task.interface.default_plan, "passes": 3, "arrange": "mlp"}
+  counted = task.units(plan)
+  assert {*counted} == {*task.interface.names}
+  assert counted["encode_weight"] == sum(rows * width // 32 for rows, width in weights)
+  assert counted["encode_linear"] == sum(rows for rows, _ in weights)
+  blocks = sum(width // 32 for _, width in weights)
+  assert counted["transform"] == blocks
+  assert counted["solve"] == 3 * blocks
+  assert counted["measure_inputs"] == 3 * blocks * 8 * 32 // 32
+  assert counted["encode_act"] == blocks * (2 * 32 + 32)
+  shown = text(task)
+  told = "Units on which a call of the parent runs each hook: encode_weight "
+  assert (
+    f"{told}{counted['encode_weight']}, encode_act {counted['encode_act']}." in shown
+  )
+  assert "down_proj 64" in task.description and "gate_proj 96" in task.description
+  assert "Units on which" not in text(world.World(seed=3))
+
+
+LINEAR_ALGEBRA = {
+  "eigh": "jnp.linalg.eigh(A)[1]",
+  "qr": "jnp.linalg.qr(A)[0]",
+  "cholesky": "jnp.linalg.cholesky(A)",
+  "svd": "jnp.linalg.svd(A)[0]",
+  "inv": "jnp.linalg.inv(A)",
+  "solve": "jnp.linalg.solve(A, A)",
+  "pinv": "jnp.linalg.pinv(A)",
+  "jax.scipy.linalg": "jax.scipy.linalg.solve_triangular(A, A)",
+  "triangular_solve": "jax.lax.linalg.triangular_solve(A, A, left_side=True)",
+}
+
+
+def traced(expression):
+  hook = ptq.INTERFACE.hook("transform").to_dict()
+  body = "\n\ndef transform(stats):\n  A = stats['activation'] + jnp.eye(32)\n"
+  source = f"{ptq.INTERFACE.header}{body}  return {expression}\n"
+  candidate_source.admit(source, ptq.INTERFACE)
+  (unit,) = tracing.trace(source, [hook])
+  return artifact.gate(hook, frames.pack(unit.units))
+
+
+@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
+def test_what_is_told_to_work_is_admitted(name):
+  assert traced(LINEAR_ALGEBRA[name])
+  assert name in prompt.INTRODUCTION
+
+
+def test_what_is_told_to_be_refused_is():
+  with pytest.raises(ValueError, match="complex"):
+    traced("jnp.linalg.eig(A)[0].real * A")
+  with pytest.raises(ValueError, match=r"import of jax\.scipy"):
+    candidate_source.admit("import jax.scipy\n", ptq.INTERFACE)

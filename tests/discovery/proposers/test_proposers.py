@@ -200,7 +200,7 @@ def test_a_person_answers_through_files(tmp_path):
   )
   proposal = queue.propose(context(address=(2, 0)))
   assert proposal.source == edited
-  assert "Program:" in (tmp_path / "question-2-0.md").read_text()
+  assert "Program, without the functions" in (tmp_path / "question-2-0.md").read_text()
   with pytest.raises(ProposerError, match="no .*answer-3-0"):
     human.HumanProposer(tmp_path, TASK, seconds=0.05, poll=0.01).propose(
       context(address=(3, 0))
