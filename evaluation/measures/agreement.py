@@ -79,25 +79,34 @@ def agreement(
   tokens: Any,
   *,
   shapes: CallShapes | None = None,
+  kept: list[jax.Array] | None = None,
 ) -> Agreement:
   """Computes KL and flips of all tokens but the first of each window.
 
   Tokens are int32 `[windows, length]`, with a length of at least 2; `shapes` are as in
-  `perplexity.window_losses`.
+  `perplexity.window_losses`. `kept` is for a caller that compares several models with
+  one: a list that is empty at first, and then holds the hidden states of `params`,
+  which later calls with the same model, `params`, tokens and shapes take from there.
+  They are `[B, length - 1, d]` for each call of B windows.
   """
   outer = [streams.outer_params(model, tree) for tree in (params, quantized)]
   found = []
   rows = model_ids(model, tokens, "agreement")
   count = (shapes or device_calls.of_device()).windows(rows.shape[1])
   calls = [jnp.asarray(call) for call in device_calls.filled_calls(rows[:, :-1], count)]
+  known, made = list(kept or ()), []
   for start in range(0, len(calls), CALLS_TOGETHER):
     group = calls[start : start + CALLS_TOGETHER]
-    pairs = zip(
-      streams.final_hiddens(model, params, group),
-      streams.final_hiddens(model, quantized, group),
-      strict=True,
-    )
+    exact = known[start : start + CALLS_TOGETHER]
+    if not exact:
+      exact = streams.final_hiddens(model, params, group)
+      made += exact if kept is not None else []
+    ours = streams.final_hiddens(model, quantized, group)
+    pairs = zip(exact, ours, strict=True)
     found += [execution.block_on_cpu(_compare(model, outer, each)) for each in pairs]
+  if kept is not None:
+    # All at once: a call that fails half-way leaves nothing behind.
+    kept += made
   divergence, is_flipped = (
     np.concatenate(jax.device_get(side))[: len(rows)]
     for side in zip(*found, strict=True)

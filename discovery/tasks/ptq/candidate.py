@@ -17,6 +17,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.tasks.ptq.candidate_codes import (
+  EncodedUnits,
   Function,
   checked,
   decoded,
@@ -67,11 +68,15 @@ class HookRounding(ActivationQuantizer):
     gram: First table, float32 `[blocks, 32, 32]`.
     cross: Second table, same shape and dtype.
     function: The batched hook (static).
+    known: Units that the hook has encoded in this call, or None (static).
   """
 
   gram: jax.Array
   cross: jax.Array
   function: Function = dataclasses.field(metadata={"static": True})
+  known: EncodedUnits | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
 
   runs_alone = True
 
@@ -82,9 +87,8 @@ class HookRounding(ActivationQuantizer):
     """
     del rules
     if not isinstance(blocks, jax.core.Tracer):
-      operands = encoded(self.function, blocks, *self.tables())
-      value, is_legal = execution.block_on_cpu(checked(*operands, blocks))
-      return execution.block_on_cpu(_or_nan(value, is_legal))
+      operands = encoded(self.function, blocks, *self.tables(), known=self.known)
+      return execution.block_on_cpu(_or_nan(*operands, blocks))
 
     def one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
       block, gram, cross = item
@@ -100,22 +104,24 @@ class HookRounding(ActivationQuantizer):
 
 
 @jax.jit
-def _or_nan(value: jax.Array, is_legal: jax.Array) -> jax.Array:
-  """Replaces the values `[blocks, 32, n]` of illegal payloads `[blocks, n]` by NaN."""
+def _or_nan(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array:
+  """Decodes payloads of blocks `[blocks, 32, n]`; those that are illegal to NaN."""
+  value, is_legal = checked(codes, exponent, blocks)
   return jnp.where(is_legal[:, None], value, jnp.float32(jnp.nan))
 
 
 def activation_rule(
-  artifacts: Artifacts, hook: str | None
+  artifacts: Artifacts, hook: str | None, known: EncodedUnits | None = None
 ) -> Callable[[jax.Array, jax.Array], ActivationQuantizer]:
   """Returns what makes an A4 rule of two tables, `[blocks, 32, 32]` each.
 
-  Without a hook, which some tasks freeze, that is HiRes' own.
+  Without a hook, which some tasks freeze, that is HiRes' own. All rules share the units
+  of `known`.
   """
   if hook is None:
     return lambda gram, cross: OneCode(one_code.pack_symmetric(gram), cross)
   function = artifacts.batched(hook)
-  return lambda gram, cross: HookRounding(gram, cross, function)
+  return lambda gram, cross: HookRounding(gram, cross, function, known)
 
 
 class CandidateProgram(Program):

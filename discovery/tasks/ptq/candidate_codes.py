@@ -1,7 +1,8 @@
 """Trusted code around a candidate's hooks: provides statistics and checks payloads."""
 
 import functools
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ UNITS, ROWS = 16, 128
 These are fixed, so that each hook is compiled once, for linears of every shape and
 sequences of every length: compiling is most of what a candidate costs.
 """
+KEPT_UNITS = 1 << 15
+"""Keys of `EncodedUnits`, two for each unit of 5 KB: 80 MB."""
 
 
 @functools.partial(jax.jit, static_argnames="function")
@@ -49,6 +52,8 @@ def _run_units(
 
 def _filled(array: np.ndarray, size: int, axis: int) -> np.ndarray:
   """Appends zeros along an axis up to a multiple of `size`."""
+  if not array.shape[axis] % size:
+    return array
   widths = [(0, 0)] * array.ndim
   widths[axis] = 0, -array.shape[axis] % size
   return np.pad(array, widths)
@@ -67,19 +72,89 @@ def map_units(function: Function, *items: Any) -> list[np.ndarray]:
   return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
 
+class EncodedUnits:
+  """What an encoder made of its units, so that equal units are encoded once.
+
+  A call of the evaluator scores a text twice, for perplexity and for the divergence,
+  which needs all tokens of a window but the last. Most inputs of linears are then the
+  same bits, but not all of them: XLA multiplies other shapes in another order.
+
+  A row of a unit is encoded independently of the other rows, so a unit whose tables and
+  rows are those of an earlier one has its results, bit for bit. So has a unit that
+  lacks the last of those rows. Use one instance for one call: it holds results of a
+  candidate's hook.
+  """
+
+  def __init__(self, most: int = KEPT_UNITS) -> None:
+    """Starts empty; from `most` units on nothing more is kept."""
+    self._most = most
+    self._results: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+
+  def encode(
+    self,
+    function: Function,
+    rows: np.ndarray,
+    lengths: Sequence[int],
+    tables: Sequence[np.ndarray],
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes units `[units, ROWS, 32]`, whose first `lengths` rows are not filling.
+
+    Returns codes `[units, ROWS, 32]` and exponents `[units, ROWS]`; those of filling
+    have no meaning.
+    """
+    keys = [
+      _unit_keys(function, unit[:length], told)
+      for unit, length, *told in zip(rows, lengths, *tables, strict=True)
+    ]
+    missing = [i for i, (whole, _) in enumerate(keys) if whole not in self._results]
+    made: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    if missing:
+      fresh = map_units(function, rows[missing], *(table[missing] for table in tables))
+      # Copies, because a view would keep the results of all units alive.
+      for i, codes, exponent in zip(missing, *fresh, strict=True):
+        made[i] = codes.copy(), exponent.copy()
+    found = [made.get(i) or self._results[keys[i][0]] for i in range(len(keys))]
+    for i, result in made.items():
+      if len(self._results) < self._most:
+        self._results |= dict.fromkeys(keys[i], result)
+    codes, exponent = zip(*found, strict=True)
+    return np.stack(codes), np.stack(exponent)
+
+
+def _unit_keys(
+  function: Function, rows: np.ndarray, tables: Sequence[np.ndarray]
+) -> tuple[Any, Any]:
+  """Returns what decides the results of all rows, and of all rows but the last."""
+  content = hashlib.blake2b(digest_size=32)
+  for array in (*tables, rows[:-1]):
+    content.update(np.ascontiguousarray(array).tobytes())
+  without = function, len(rows) - 1, content.digest()
+  content.update(np.ascontiguousarray(rows[-1:]).tobytes())
+  return (function, len(rows), content.digest()), without
+
+
 def encoded(
-  function: Function, blocks: jax.Array, *tables: jax.Array
+  function: Function,
+  blocks: jax.Array,
+  *tables: jax.Array,
+  known: EncodedUnits | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Runs a batched encoder on the columns of float32 blocks `[blocks, 32, n]`.
 
   `tables` are what the encoder is told of each block, `[blocks, 32, 32]`. Returns codes
-  uint8 `[blocks, 32, n]` and exponents int32 `[blocks, n]`, as host arrays.
+  uint8 `[blocks, 32, n]` and exponents int32 `[blocks, n]`, as host arrays. Units that
+  `known` has, if given, are not encoded again.
   """
   count, size, columns = blocks.shape
   rows = _filled(np.asarray(blocks).swapaxes(1, 2), ROWS, 1)
   each = rows.shape[1] // ROWS
-  told = (np.repeat(np.asarray(table), each, axis=0) for table in tables)
-  codes, exponent = map_units(function, rows.reshape(-1, ROWS, size), *told)
+  told = [np.repeat(np.asarray(table), each, axis=0) for table in tables]
+  units = rows.reshape(-1, ROWS, size)
+  if known is None:
+    codes, exponent = map_units(function, units, *told)
+  else:
+    lengths = [min(ROWS, columns - start) for start in range(0, columns, ROWS)]
+    codes, exponent = known.encode(function, units, lengths * count, told)
   codes = codes.reshape(count, -1, size)[:, :columns].swapaxes(1, 2)
   return codes, exponent.reshape(count, -1)[:, :columns]
 

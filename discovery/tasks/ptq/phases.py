@@ -17,6 +17,7 @@ from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
+from mxjax.discovery.tasks.ptq.candidate_codes import EncodedUnits
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.structure import interventions, order
 from mxjax.evaluation.measures import fitness
@@ -168,6 +169,8 @@ class Measure:
     self._module_layers = options.module_layers
     self._second = options.tokens("second") if options.objective == "fit3" else None
     self._other = options.tokens("other") if options.other_windows else None
+    # The float model's hidden states on the two texts, which depend on no candidate.
+    self._exact: dict[str, list[jax.Array]] = {"measure": [], "other": []}
 
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
@@ -180,7 +183,7 @@ class Measure:
     """
     model = self._model
     hook = _activation_hook(call)
-    rounding = candidate.activation_rule(artifacts, hook)
+    rounding = candidate.activation_rule(artifacts, hook, EncodedUnits())
     operands = payload.from_bytes(before)
     exact = order.arranged(self._params, model, operands)
     params = payload.to_params(operands, exact, model, rounding)
@@ -235,7 +238,9 @@ class Measure:
         "on one text; use another control."
       )
     if self._objective == "kl":
-      compared = agreement(self._model, self._params, params, self._other)
+      compared = agreement(
+        self._model, self._params, params, self._other, kept=self._exact["other"]
+      )
       value = float(np.mean(compared.divergence, dtype=np.float64))
     else:
       count = self._replicates
@@ -245,7 +250,9 @@ class Measure:
 
   def _distance(self, params: Mapping[str, Any], ppl: float) -> float:
     """Returns the objective `kl` or `fit3`; `ppl` is the perplexity of the text."""
-    compared = agreement(self._model, self._params, params, self._tokens)
+    compared = agreement(
+      self._model, self._params, params, self._tokens, kept=self._exact["measure"]
+    )
     if self._objective == "kl":
       return float(np.mean(compared.divergence, dtype=np.float64))
     first, second = self._float_perplexities

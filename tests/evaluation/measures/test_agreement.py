@@ -53,3 +53,18 @@ def test_a_model_agrees_with_itself(long_model, tiny_params):
   got = agreement(long_model, tiny_params, tiny_params, TOKENS)
   np.testing.assert_allclose(got.divergence, 0, atol=1e-6)
   assert not got.is_flipped.any()
+
+
+def test_kept_states_of_the_exact_model_give_the_same_bits(long_model, tiny_params):
+  other = jax.tree.map(lambda leaf: 2 * leaf, tiny_params)
+  width = tiny_params["embed_tokens"]["weight"].shape[1]
+  want, kept = agreement(long_model, tiny_params, other, TOKENS), []
+  for _ in range(2):
+    got = agreement(long_model, tiny_params, other, TOKENS, kept=kept)
+    assert [states.shape for states in kept] == [(1, 299, width)] * 2
+    np.testing.assert_array_equal(got.divergence, want.divergence, strict=True)
+  # What is kept is used, here for the wrong windows.
+  kept = []
+  agreement(long_model, other, tiny_params, TOKENS, kept=kept)
+  got = agreement(long_model, other, tiny_params, TOKENS, kept=kept[::-1])
+  assert (got.divergence != agreement(long_model, other, tiny_params, TOKENS)[0]).any()

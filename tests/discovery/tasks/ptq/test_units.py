@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mxjax.calibration import streams
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.discovery.core import candidate_source
-from mxjax.discovery.core.task import ContractError, Status
+from mxjax.discovery.core.task import Call, ContractError, Status
 from mxjax.discovery.sandbox import tracing
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import (
   candidate_codes,
   candidate_passes,
   edit_templates,
+  phases,
   programs,
 )
 from mxjax.discovery.tasks.ptq import task as ptq
@@ -391,3 +393,93 @@ def test_a_linear_without_hooks_of_its_own_has_the_factor_of_its_hessian(
 def test_a_linear_of_one_block_has_no_neighbours():
   with pytest.raises(ContractError, match="a linear of 1 block"):
     candidate_codes.neighbours_in_linear(jnp.zeros((2, 32, 32)))
+
+
+def _nearest(rows, table):
+  """An encoder of rows `[n, 32]` whose exponents are told by a table."""
+  exponent = jnp.full(len(rows), table[0, 0], jnp.int32)
+  return (jnp.abs(rows) > 1).astype(jnp.uint8), exponent
+
+
+def test_equal_units_are_encoded_once_and_no_others(monkeypatch):
+  counts, original = [], candidate_codes.map_units
+
+  def counted(function, rows, *tables):
+    counts.append(len(rows))
+    return original(function, rows, *tables)
+
+  monkeypatch.setattr(candidate_codes, "map_units", counted)
+  known = candidate_codes.EncodedUnits()
+  blocks = np.random.default_rng(0).standard_normal((2, 32, 130)).astype(np.float32)
+  tables = np.arange(2, dtype=np.float32)[:, None, None] * np.ones((1, 32, 32))
+
+  def encoded(blocks, tables=tables, function=_nearest):
+    counts.clear()
+    got = candidate_codes.encoded(function, blocks, tables, known=known)
+    ran = sum(counts)
+    want = candidate_codes.encoded(function, blocks, tables)
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_array_equal(a, b, strict=True)
+    return ran
+
+  # Two units for each block, the second of two rows.
+  assert encoded(blocks) == 4
+  assert encoded(blocks) == 0
+  assert encoded(blocks[..., :-1]) == 0
+  # Filling counts for no row: here the second unit is a zero longer than it was.
+  longer = np.pad(blocks[..., :-1], ((0, 0), (0, 0), (0, 1)))
+  assert encoded(longer) == 2
+  assert encoded(blocks, tables + 1) == 4
+  assert encoded(blocks, function=lambda rows, table: _nearest(-rows, table)) == 4
+  moved = blocks.copy()
+  moved[0, 5, 17] += 4
+  assert encoded(moved) == 1
+  # Zeros of the two signs may be encoded differently.
+  signed = np.zeros_like(blocks)
+  assert (encoded(signed), encoded(-signed)) == (4, 4)
+
+
+def test_a_full_memory_of_units_keeps_nothing_more():
+  known = candidate_codes.EncodedUnits(most=1)
+  for seed in range(3):
+    blocks = np.full((1, 32, 4), seed, np.float32)
+    table = np.zeros((1, 32, 32), np.float32)
+    candidate_codes.encoded(_nearest, blocks, table, known=known)
+  assert len(known._results) == 2
+
+
+def test_no_call_is_told_what_another_call_encoded(monkeypatch):
+  task = ptq.PtqTask(
+    model="random:0", calibration=[8, 32], windows=[2, 32], objective="kl"
+  )
+  made, original = [], candidate_codes.EncodedUnits
+
+  class Watched(original):
+    def __init__(self):
+      super().__init__()
+      assert not self._results
+      made.append(self)
+
+  monkeypatch.setattr(phases, "EncodedUnits", Watched)
+  own = LocalExecutor(task)
+  source = candidate_source.merged(
+    INTERFACE.default_source(),
+    "def encode_act(block, gram, cross):\n"
+    "  exponent = block_exponent(block) + 1\n"
+    "  return nearest_codes(block, exponent), exponent\n",
+    {},
+  )
+  call = Call(own.trace(source).computation, INTERFACE.default_plan, {})
+  calls, outcomes = [call.active(INTERFACE)] * 2, []
+  runs, streamed = [], streams.final_hiddens
+
+  def counted(model, params, *rest):
+    runs.append(params is own._sessions["measure"]._params)
+    return streamed(model, params, *rest)
+
+  monkeypatch.setattr(streams, "final_hiddens", counted)
+  own.run(calls, lambda index, outcome, seconds: outcomes.append(outcome))
+  assert len(made) == 2 and all(each._results for each in made)
+  assert outcomes[0] == outcomes[1] and outcomes[0].status == Status.OK
+  # The float model runs once, the candidate for perplexity and divergence of each call.
+  assert (runs.count(True), runs.count(False)) == (1, 4)
