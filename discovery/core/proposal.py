@@ -19,8 +19,14 @@ if TYPE_CHECKING:
   # The store imports numpy, and help of a command must not wait for it.
   from mxjax.discovery.core.store import Store
 
-Evidence = Literal["none", "score", "text", "reflect", "verdict"]
-"""What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
+Evidence = Literal["none", "score", "text", "reflect", "controls", "verdict"]
+"""What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge.
+
+`controls` is what ReflectMem reads and what the controls measured, in free text: the
+arm asks the questions of QuantForge, at the same price, and is told no verdict.
+"""
+WITH_QUESTIONS: tuple[Evidence, ...] = ("controls", "verdict")
+"""The evidence of arms whose proposals register questions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,16 +380,23 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   Score-only sees code, scores, execution feedback and whether gains transfer.
   TextMem adds free-form summaries and the free observables; ReflectMem has the same
   diagnostics. Only QuantForge sees predictions, control outcomes, what they exclude and
-  leave, and whether a response reached the code. Without evidence, only the edit and
-  how it ended remain.
+  leave, and whether a response reached the code. With `controls`, ReflectMem sees the
+  words of the accounts and what their controls measured. Without evidence, only the
+  edit and how it ended remain.
   """
   if evidence == "verdict":
     return experiment
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
     seen |= {"score", "feedback", "diff", "transfers"}
-  if evidence in ("text", "reflect"):
+  if evidence in ("text", "reflect", "controls"):
     seen |= {"note", "changes", "values"}
+  if evidence == "controls":
+    seen |= {"ran"}
   bare = Experiment("", "", "", "", "", {}, gain=False)
   shown = {name: getattr(experiment, name) for name in seen}
+  accounts = [account for account in experiment.explanations if not account.rival]
+  if evidence == "controls" and accounts:
+    ideas = "; ".join(f"{each.name}: {each.statement}" for each in accounts)
+    shown["note"] = f"{experiment.note} Ideas of why it may help: {ideas}".strip()
   return dataclasses.replace(bare, **shown)

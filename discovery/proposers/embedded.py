@@ -202,11 +202,11 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
   wins = sum(e.gain for e in option.trials)
   score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
   score += 0.3 * (wins - (len(option.trials) - wins))
-  if context.evidence in ("text", "reflect", "verdict"):
+  if context.evidence in ("text", "reflect", "controls", "verdict"):
     # The template's mean change of the target, in units of the best gain.
     if related := past.changes.get(option.template.id):
       score -= 0.3 * (sum(related) / len(related)) / past.best
-  if context.evidence in ("reflect", "verdict"):
+  if context.evidence in ("reflect", "controls", "verdict"):
     # The balance of gains among experiments of its family, from -1 to 1.
     if siblings := past.gains.get(option.template.family):
       score += 0.2 * (2 * sum(siblings) / len(siblings) - 1)

@@ -21,6 +21,7 @@ from mxjax.discovery.core import interventions
 from mxjax.discovery.core.interface import Hook, Interface
 from mxjax.discovery.core.proposal import (
   QUESTION_CALLS,
+  WITH_QUESTIONS,
   Context,
   Demand,
   Evidence,
@@ -589,7 +590,7 @@ def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
   form = ANSWER.format(plan=json.dumps({key: values[-1]}))
   if task.proxy() is not None:
     form += ASKING
-  if evidence == "verdict":
+  if evidence in WITH_QUESTIONS:
     again = [kind for kind, each in task.interventions.items() if each.elsewhere]
     form += QUESTION.format(
       target=task.target,
@@ -600,7 +601,7 @@ def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
       least=QUESTION_CALLS,
     )
     form += BINDING if compiles else ""
-  if evidence == "verdict" and task.example:
+  if evidence in WITH_QUESTIONS and task.example:
     form += (
       "\nA complete answer to a first prompt, for its form and not for its idea:\n"
       + json.dumps(task.example)
@@ -726,7 +727,7 @@ def _question(
   shown, is_whole = _without_defaults(parent.source, task.interface)
   head = "Program" + ("" if is_whole else f", {WITHOUT_DEFAULTS}")
   parts.append(f"{head}:\n{shown}")
-  if context.evidence == "reflect":
+  if context.evidence in ("reflect", "controls"):
     parts.append(REFLECTION)
   return parts
 
@@ -839,17 +840,18 @@ def memory(
       used += cost
     left -= used
 
-  if context.evidence == "verdict":
-    owed = [demand for demand in context.demands if not demand.forbids]
+  if context.evidence in WITH_QUESTIONS:
+    demands = context.demands if context.evidence == "verdict" else ()
+    owed = [demand for demand in demands if not demand.forbids]
     owed.sort(key=lambda demand: demand != context.checked)
-    whole = (*owed[:1], *(demand for demand in context.demands if demand.forbids))
+    whole = (*owed[:1], *(demand for demand in demands if demand.forbids))
     texts = [_demand_text(demand, context) for demand in whole]
     texts += [_owed_later(demand, context) for demand in owed[1:]]
     if context.focus is not None and context.checked is None:
       texts.append(f"This round is about {_residual_text(context.focus, context)}.")
     questions = [f"- {_residual_text(r, context)}" for r in context.residuals]
     texts.append("\n".join(["Open residuals:", *(questions or ["none"])]))
-    due = [d.residual.observable for d in context.demands if not d.forbids]
+    due = [d.residual.observable for d in demands if not d.forbids]
     known = dict.fromkeys((*due, *(r.observable for r in context.residuals)))
     texts.append(
       f'Open to a question now, as "residual": {", ".join(known)}.'

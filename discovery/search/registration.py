@@ -392,6 +392,15 @@ def _question(
     conditions.append(evaluator.condition(control.name, "control", call, control.cost))
     if source:
       sources[control.name] = source
+  gain = {k for k, v in accounts[0].predicts(PRIMARY).items() if v == "down"}
+  denies = lambda e: any(e.predicts(PRIMARY).get(k, "down") != "down" for k in gain)
+  if all(map(denies, accounts[1:])):
+    raise RefusedQuestionError(
+      "explanations: every other account denies under `primary` what "
+      f"{accounts[0].name!r} predicts there, and no account of ours applies to this "
+      "edit, so whatever makes the change would support yours; register another cause "
+      "of the same change, and a control under which the two differ."
+    )
   return tuple(conditions), accounts, sources
 
 

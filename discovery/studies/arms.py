@@ -39,6 +39,12 @@ ARMS: Mapping[str, Arm] = {
   "score": Arm("Score-only", {"evidence": "score", **BARE}, calls=(240, 0, 0)),
   "text": Arm("TextMem", {"evidence": "text", **BARE}, calls=(240, 0, 0)),
   "reflect": Arm("ReflectMem", {"evidence": "reflect", **BARE}, calls=(240, 0, 0)),
+  "controls-as-text": Arm(
+    "ReflectMem with the same controls as text",
+    {"evidence": "controls", "compile_verdicts": False, "checker": "none"},
+    placebo=True,
+    calls=(171, 69, 0),
+  ),
   "quantforge": Arm("QuantForge", {}),
   "no-compile": Arm(
     "Without compilation",

@@ -228,6 +228,7 @@ def _transition(
     residuals=(demand.residual, *asked),
     demands=(),
     checked=None,
+    repeated=None,
     focus=None,
     compiles=False,
     budget=None,

@@ -134,9 +134,13 @@ def _transition(
   selection = search.select(address, holder(search, packet, verdict))
   (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
   constrained = dataclasses.replace(
-    search.context(selection, "verdict"), demands=(demand,)
+    search.context(selection, "verdict"),
+    demands=(demand,),
+    checked=None if demand.forbids else demand,
+    # Both successors are made of one program, the holder.
+    repeated=None,
   )
-  free = dataclasses.replace(constrained, demands=(), compiles=False)
+  free = dataclasses.replace(constrained, demands=(), checked=None, compiles=False)
   focal = "open"
   if verdict["verdict"] == "supported":
     focal = "supported"

@@ -52,7 +52,7 @@ def test_a_run_is_told_whole_to_somebody_who_was_not_there(tmp_path):
   assert "why it should help" in told and "act: act" in told, "what the model said"
   assert f"residual: excess_{test_llm.A} = 0.9 over 0.5" in told
   assert f"loss {values['loss']:.6g} (down)" in told, "values beside how they moved"
-  assert "(same, lost)" in told, "of a control, what is left of the edit's change"
+  assert "(same, gone)" in told, "of a control, what is left of the edit's change"
   assert f"verdict: {found['verdict']} ({found['reason']})" in told
   assert f"response {found['response']} in {test_llm.A}: owed by" in told
   assert "margins: " in told and "loss 0.004" in told

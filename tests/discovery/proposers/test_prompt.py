@@ -116,6 +116,16 @@ def test_a_packet_tells_predictions_controls_exclusions_and_what_is_left():
       (prompt.REFLECTION, *CONTROLLED),
     ),
     ("reflect", ("program1: 1.25 2.875", prompt.REFLECTION), CONTROLLED),
+    (
+      "controls",
+      (
+        prompt.REFLECTION,
+        "program1 c: - 3",
+        "Ideas of why it may help: ",
+        '"controls": each with',
+      ),
+      (*CONTROLLED[:4], *CONTROLLED[6:]),
+    ),
     ("none", (), ("2.875", "+  return", "donor's source", *CONTROLLED)),
   ],
 )

@@ -349,6 +349,16 @@ def test_a_straw_man_supports_nothing(tmp_path):
   )
 
 
+def test_a_question_whose_other_accounts_only_deny_the_change_is_sent_back(tmp_path):
+  """Of an edit of several sites, to which no account of ours applies."""
+  both = operation("mechanism") + operation("mechanism", B)
+  _, of, _ = run(tmp_path, proposed(both, declared=(A, B)))
+  (refused,) = of("refused")
+  assert refused["status"] == "question"
+  assert "every other account denies under `primary`" in refused["detail"]
+  assert not of("verdict")
+
+
 def test_rivals_cost_a_call_only_where_the_focal_account_may_claim_a_gain(tmp_path):
   _, of, _ = run(tmp_path, proposed(operation("inert"), declared=(A,)))
   assert [e["condition"] for e in of("outcome")] == ["primary", "primary"]
