@@ -118,13 +118,18 @@ class Control:
     # Probes are named after the demand that they check, and the run of a parent under
     # a control after that control.
     is_taken = self.name == PRIMARY or self.name.startswith("probe")
-    is_taken = is_taken or self.name.endswith(OF_PARENT)
-    if is_taken or not isinstance(self.cost, int) or self.cost < 1:
+    if is_taken or self.name.endswith(OF_PARENT):
       raise ValueRefusal(
-        f"Control {self.name!r}",
-        expected=f"a name other than {PRIMARY!r}, 'probe...' and '...{OF_PARENT}', "
-        "and an integer cost of at least 1",
-        got=f"cost {self.cost!r}",
+        "control",
+        expected=f"a name other than {PRIMARY!r}, 'probe...' and '...{OF_PARENT}'",
+        got=repr(self.name),
+        mend="rename it",
+      )
+    if not isinstance(self.cost, int) or self.cost < 1:
+      raise ValueRefusal(
+        f"control {self.name!r}",
+        expected="an integer cost of at least 1",
+        got=repr(self.cost),
         mend="mend the proposal",
       )
 

@@ -416,7 +416,9 @@ QUESTION = """
   {{"primary": {{"{target}": "down"}}, "c": {{"{target}": "lost"}}}}: condition,
   observable, symbol. `primary` is your program as it is; other conditions are the names
   of your controls.
-- "controls": each with "name", "intervention" and "statement". Exact forms of an
+- "controls": each with "name", "intervention" and "statement". A name is not `primary`,
+  begins with neither `probe` nor `rival: ` and does not end in ` of the parent`: the
+  evaluator names conditions of its own so. Exact forms of an
   intervention, with an example each (the evaluator adds the parent and sets the cost):
 {interventions}
   A control of kind `program` has either `without`, or else `code`, `plan` or both, as
@@ -439,7 +441,8 @@ Rules of a question:
    The two kinds of symbol are not compared with each other, and `primary` takes down,
    same and up only.
 2. Accounts should agree about `primary`, or else the run alone decides and no control
-   is worth a call; every pair must differ, in the same observable, under some control
+   is worth a call; a question is sent back if every other account denies what yours
+   predicts there. Every pair must differ, in the same observable, under some control
    or under `primary`. An account that says nothing of an observable under a control is
    told from no other by it, and such a question is sent back.
 3. Only observables with a margin can be predicted, and one failed prediction removes
@@ -678,7 +681,8 @@ def _without_defaults(source: str, interface: Interface) -> tuple[str, bool]:
   """
   try:
     tree = ast.parse(source)
-  except SyntaxError:
+  except (SyntaxError, RecursionError, MemoryError):
+    # What the parser cannot read is told as it is.
     return source, True
   texts = (interface.header, *(hook.default for hook in interface.hooks))
   known = {ast.unparse(node) for text in texts for node in ast.parse(text).body}
@@ -791,15 +795,17 @@ def _residual_text(residual: Residual, context: Context) -> str:
   )
 
 
-def _lineage_text(context: Context) -> list[str]:
+def _lineage_text(context: Context, interface: Interface) -> list[str]:
   """Returns the way to the champion and the other retained programs, a line each."""
   target, best = context.target, context.champion
   head = f"Best program {best.id[:8]}, {target} {best.values[target]:.6g}"
   shown = f"{head}: the program above."
   if best.id != context.parent.id:
     difference = limits.diff(context.parent.source, best.source)
+    source, is_whole = _without_defaults(best.source, interface)
+    whole = head if is_whole else f"{head}, {WITHOUT_DEFAULTS}"
     shown = min(
-      f"{head}:\n{best.source}",
+      f"{whole}:\n{source}",
       f"{head}: the program above, but for\n{difference}",
       key=len,
     )
@@ -818,7 +824,10 @@ def _lineage_text(context: Context) -> list[str]:
 
 
 def memory(
-  context: Context, allowance: int = MEMORY_TOKENS, count: Count = estimated_tokens
+  context: Context,
+  interface: Interface,
+  allowance: int = MEMORY_TOKENS,
+  count: Count = estimated_tokens,
 ) -> str:
   """Returns the memory section, within `allowance` tokens.
 
@@ -860,7 +869,7 @@ def memory(
     )
     add(texts, "demands and residuals", left)
   stagnation = f"Experiments since the best program improved: {context.stagnation}"
-  add([stagnation, *_lineage_text(context)], "programs", left)
+  add([stagnation, *_lineage_text(context, interface)], "programs", left)
   table, head = "What was measured:\n", "Experiments so far:"
   entries = select(context, max(left - count(f"{table}\n\n{head}\n"), 0), count)
   if rows := measurements(entries):
@@ -894,6 +903,7 @@ def messages(
       got=fixed,
       mend="shorten the program",
     )
-  told = memory(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
+  allowance = min(MEMORY_TOKENS, INPUT_TOKENS - fixed)
+  told = memory(context, task.interface, allowance, count)
   user = f"{parts}\n\n{told}"
   return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -43,7 +43,8 @@ class FreeProxy:
       )
     lines = _rows(mine, theirs, "" if part in EVERYTHING else part)
     head = "The free proxy, your program beside the parent (errors, lower is better):"
-    return "\n".join([head, *lines])
+    meaning = proxy.task.observables.get(proxy.task.target)
+    return "\n".join([head, *lines, *([f"It measures {meaning}."] if meaning else [])])
 
   def close(self) -> None:
     """Ends the workers, if they were started."""

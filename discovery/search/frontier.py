@@ -320,6 +320,14 @@ class ResidualFrontier:
       for known in self._abandoned[program]
     )
 
+  def holder(self, parent: str, packet: str) -> str:
+    """Returns the program that is revised to answer a packet's verdict, or nothing.
+
+    What is forbidden is owed by the parent of the packet and by its program.
+    """
+    owing = [program for program, owed in self._demands.items() if packet in owed]
+    return parent if parent in owing else "".join(owing[:1])
+
   def standing(self, program: str, packet: str) -> Demand | None:
     """Returns the demand of a packet as it stands, or None if it was settled."""
     return self._demands[program].get(packet)

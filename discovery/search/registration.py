@@ -105,7 +105,8 @@ class Attempt:
   `demands` are checked on it. `outcomes` are by condition; `skipped` names registered
   controls that will not run. `transfers` is that of `Experiment`. `sources` holds the
   programs that conditions amount to, as far as they are known. `dropped` says why the
-  question of the proposal is not in the packet, or nothing.
+  question of the proposal is not in the packet, or nothing. `adopted` are conditions
+  that did better than the parent, as programs of their own.
   """
 
   proposal: Proposal
@@ -118,6 +119,7 @@ class Attempt:
   transfers: bool | None = None
   sources: dict[str, str] = dataclasses.field(default_factory=dict)
   dropped: str = ""
+  adopted: list[Record] = dataclasses.field(default_factory=list)
 
   @property
   def is_safe(self) -> bool:

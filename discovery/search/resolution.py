@@ -354,12 +354,15 @@ def demand(
   *,
   task: Task,
   is_retained: bool,
+  version: str,
   compiles: bool,
 ) -> None:
   """Records what a finding supports, and which programs owe the response to it.
 
-  `is_retained` tells whether the candidate is among the retained programs. `compiles`
-  is False in the ablation in which verdicts create no demands.
+  `is_retained` tells whether the candidate is among the retained programs. `version` is
+  the best retained program of the candidate and its controls, from which what is
+  demanded goes on, or nothing. `compiles` is False in the ablation in which verdicts
+  create no demands.
   """
   packet = attempt.packet
   assert packet.residual is not None
@@ -390,12 +393,13 @@ def demand(
     about=_about(finding.response, packet.residual.observable, task.target),
     program=packet.program,
   )
+  is_taken_back = finding.response in FORBIDDING
   holders = holders_of(
     finding.response,
-    packet.program,
+    packet.program if is_taken_back else version,
     packet.parent,
     finding.survivors,
-    is_retained=is_retained,
+    is_retained=is_retained if is_taken_back else bool(version),
   )
   if finding.response == Response.EXTEND and (
     detail := at_floor(task, packet.residual.observable, attempt.outcome.values)

@@ -488,7 +488,7 @@ class Search:
       transfers = self._judged(attempt.packet, prepared, outcome)
       is_accepted = self._transfer is None or transfers is True
       label = f"{attempt.proposal.label}, as in {condition.name}"
-      self._record(
+      record = self._record(
         attempt.packet,
         prepared,
         outcome,
@@ -496,6 +496,7 @@ class Search:
         label=label,
         condition=condition,
       )
+      attempt.adopted.append(record)
 
   def _source_of(self, attempt: Attempt, condition: Condition) -> str:
     """Returns the source of a condition that is a program, or nothing."""
@@ -627,6 +628,8 @@ class Search:
   ) -> None:
     """Settles the answered demands; turns the verdict into new ones."""
     is_retained = record is not None and self.programs.holds(record.id)
+    versions = [] if record is None else [record, *attempt.adopted]
+    versions = [each for each in versions if self.programs.holds(each.id)]
     for demand in attempt.demands:
       resolution.settle(
         self.residuals,
@@ -644,6 +647,7 @@ class Search:
         finding,
         task=self._task,
         is_retained=is_retained,
+        version=min(versions, key=self.programs.rank).id if versions else "",
         compiles=self._config.compile_verdicts,
       )
     seen, asks = resolution.observed(self._task, attempt), ""

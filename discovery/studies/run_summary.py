@@ -76,6 +76,11 @@ def _successors(events: Sequence[Event]) -> list[bool]:
       first_outputs.setdefault(program, event["outputs"])
     if event["event"] == "program":
       is_retained.setdefault(event["program"], event["kept"])
+  owed = {
+    e["packet"]: e["program"]
+    for e in events
+    if e["event"] == "demand" and e["status"] == "owed"
+  }
   answers = []
   for event in events:
     if event["event"] != "verdict" or not event["explicit"]:
@@ -83,13 +88,15 @@ def _successors(events: Sequence[Event]) -> list[bool]:
     if event["response"] in FORBIDDING:
       continue
     asked = packets[event["packet"]]["packet"]
-    (holder,) = holders_of(
+    (usual,) = holders_of(
       event["response"],
       asked["program"],
       asked["parent"],
       event["survivors"],
       is_retained=is_retained.get(asked["program"], False),
     )
+    # An arm that compiles no verdict owes nothing, and has the usual program.
+    holder = owed.get(event["packet"], usual)
     for successor in packets.values():
       later = successor["n"] > event["n"] and successor["id"] in outputs
       if later and successor["packet"]["parent"] == holder:

@@ -218,7 +218,8 @@ def _transition(
   told: Mapping[tuple[str, str], str],
 ) -> Transition:
   address = (len(search.history.experiments), 0)
-  selection = search.select(address, verdict_replay.holder(search, packet, verdict))
+  holder = search.record(search.residuals.holder(packet["parent"], verdict["packet"]))
+  selection = search.select(address, holder)
   (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
   asked = (r for r in selection.residuals if r.observable != demand.residual.observable)
   context = search.context(selection, "verdict")

@@ -10,7 +10,7 @@ only the compiled demand differs. Both are evaluated outside any budget.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax.discovery.core.edit_templates import id_of
@@ -21,7 +21,6 @@ from mxjax.discovery.core.proposal import (
   Proposal,
   Proposer,
   ProposerError,
-  Record,
 )
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store
@@ -29,7 +28,6 @@ from mxjax.discovery.core.task import Status, Task
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.search import checkers, registration, runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
-from mxjax.discovery.search.resolution import holders_of
 from mxjax.discovery.search.search import Search
 
 PER_TRAJECTORY = 6
@@ -131,7 +129,8 @@ def _transition(
   successor: Callable[[Context, Demand], Successor],
 ) -> Transition:
   address = (len(search.history.experiments), 0)
-  selection = search.select(address, holder(search, packet, verdict))
+  holder = search.record(search.residuals.holder(packet["parent"], verdict["packet"]))
+  selection = search.select(address, holder)
   (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
   constrained = dataclasses.replace(
     search.context(selection, "verdict"),
@@ -154,20 +153,6 @@ def _transition(
     free=successor(free, demand),
     constrained=successor(constrained, demand),
   )
-
-
-def holder(search: Search, packet: Any, verdict: Mapping[str, Any]) -> Record:
-  """Returns the program that both successors revise."""
-  program, parent = packet["program"], packet["parent"]
-  is_retained = search.programs.holds(program)
-  holders = holders_of(
-    verdict["response"],
-    program,
-    parent,
-    verdict["survivors"],
-    is_retained=is_retained,
-  )
-  return search.record(holders[0])
 
 
 def _successor(

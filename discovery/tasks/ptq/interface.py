@@ -185,8 +185,9 @@ def solve_linear(step, sums, state):
     "  codes = jax.vmap(nearest_codes)(blocks, exponent)\n"
     "  return codes.reshape(-1), exponent\n",
     doc="Codes of a whole row of weights in the coordinates of T (W T^-1), and the "
-    "exponents of its blocks, from the last state of the linear. The program carries "
-    "errors from coordinate to coordinate itself. GPTQ does so with the default state, "
+    "exponents of its blocks, from the last state of the linear. Trusted code carries "
+    "no error from coordinate to coordinate, nor does the default; a program may. GPTQ "
+    "does so with the default state, "
     "U = state[0]: coordinate i is rounded at target_i = row_i - sum over j < i of "
     "e_j U[j, i], and e_i = (target_i - value_i) / U[i, i].",
   ),
@@ -360,12 +361,15 @@ HOOKS = (
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
     doc="Codes and exponent of the 32 activations x of one token in one block, in the "
-    "coordinates of T. With e = (their decoded value) - x, the squared error of the "
-    "linear's outputs that the block makes is e' gram e - 2 e' cross x, up to what no "
-    "code changes: gram = W^'W^ and cross = W^'(W - W^), summed over rows, of the "
-    "realized weights W^ (plan realized), gram = W'W and cross = 0 (plan float), or "
-    "both as by the hook tables (plan measured). It runs on every block of every token "
-    "that is scored, so its loops are what a call takes longest for.",
+    "coordinates of T. With e = (their decoded value) - x, the squared error of "
+    "the linear's outputs that the block makes by itself is e' gram e - 2 e' "
+    "cross x, up to what no code changes; where weights are rounded so that "
+    "errors of several blocks cancel, as encode_linear may do, an activation code "
+    "that undoes the share of its own block can undo that as well. gram = W^'W^ "
+    "and cross = W^'(W - W^), summed over rows, of the realized weights W^ (plan "
+    "realized), gram = W'W and cross = 0 (plan float), or both as by the hook "
+    "tables (plan measured). It runs on every block of every token that is "
+    "scored, so its loops are what a call takes longest for.",
   ),
   *OF_LAYERS,
 )
@@ -468,7 +472,11 @@ OBSERVABLES: Mapping[str, str] = {
   "down_contaminated": "contaminated, of the inputs of down_proj",
   "down_up_ratio": "activation_error of down_proj over that of up_proj",
   "other_text": "the target on windows that no primary run sees",
-  "proxy_error": "operator_error of a few blocks of one layer, from calibration alone",
+  "proxy_error": "operator_error of some rows and blocks of four linears of the middle "
+  "layer, with statistics of three quarters of the calibration sequences and measured "
+  "on the rest, on the float model's inputs. What blocks left out make up for, later "
+  "layers, arranged channels, gradients and recovery are not in it: it tells what is "
+  "hopeless, and not which of two close programs is better",
   "proxy_act": "the same with the activation codes beside the float weights, as in "
   "activation_error",
   "proxy_weight": "the same with the weights beside float activations",

@@ -136,7 +136,7 @@ def test_an_arm_is_told_what_its_evidence_allows(evidence, seen, hidden):
 
 
 def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
-  text = prompt.memory(context())
+  text = prompt.memory(context(), TASK.interface)
   for part in (
     "Best program champion, loss 2.5:\n# the champion's source",
     "Also retained: donor loss 2.75",
@@ -150,14 +150,14 @@ def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
 
 @pytest.mark.parametrize("response", list(Response))
 def test_every_response_is_told_in_the_terms_of_its_check(response):
-  text = prompt.memory(context(demands=(demand(response),)))
+  text = prompt.memory(context(demands=(demand(response),)), TASK.interface)
   assert f": {prompt.RESPONSES[response]}." in text
   head = "Forbidden" if demand(response).forbids else "Required response"
   assert head in text
 
 
 def test_what_was_measured_is_one_table_and_stands_nowhere_else():
-  text = prompt.memory(context())
+  text = prompt.memory(context(), TASK.interface)
   table = text.partition("What was measured:\n")[2].partition("\n\n")[0]
   assert table.splitlines() == [
     "program or control of it: layer_0 loss",
@@ -179,7 +179,7 @@ def test_what_was_measured_is_one_table_and_stands_nowhere_else():
 
 def test_the_best_program_is_told_by_what_differs_from_the_parent():
   best = record("champion", 2.5, SOURCE.replace("return x", "return 2 * x", 1))
-  text = prompt.memory(context(champion=best))
+  text = prompt.memory(context(champion=best), TASK.interface)
   assert "loss 2.5: the program above, but for\n@@ geometry\n-  return x\n" in text
   assert SOURCE.strip() not in text
 
@@ -210,7 +210,7 @@ LONG = "word " * 4000
   ids=lambda changes: next(iter(changes)),
 )
 def test_everything_counts_inside_the_memory_allowance(changes):
-  text = prompt.memory(context(**changes))
+  text = prompt.memory(context(**changes), TASK.interface)
   assert prompt.estimated_tokens(text) <= prompt.MEMORY_TOKENS
   if "history" not in changes:
     assert "do not fit into memory" in text
@@ -373,14 +373,14 @@ def test_a_demand_names_what_was_edited_and_not_what_a_key_switched_on():
   after = Call({"mlp": "1", "balance": "2"}, {"remeasure": True}, {})
   one = demand(computation=("mlp", "balance", "remeasure"))
   one = dataclasses.replace(one, before=before, intervention=after)
-  text = prompt.memory(context(demands=(one,)))
+  text = prompt.memory(context(demands=(one,)), TASK.interface)
   assert "the edit was of balance, remeasure." in text
 
 
 def test_the_lineage_names_what_was_edited():
   made = dataclasses.replace(PACKET, diff="@@ helper\n-  y\n+  x")
   way = (Step("start", "the start", 3.0), Step("program1", "edit", 2.9, ("mlp",)))
-  text = prompt.memory(context(history=(made,), lineage=way))
+  text = prompt.memory(context(history=(made,), lineage=way), TASK.interface)
   assert "program1 loss 2.9: edit (changed helper)" in text
 
 
@@ -388,6 +388,6 @@ def test_another_question_that_is_owed_may_be_answered_instead():
   first = demand()
   residual = dataclasses.replace(RESIDUAL, observable="excess_balance")
   other = demand(packet="2", label="another", residual=residual)
-  text = prompt.memory(context(demands=(other, first), checked=first))
+  text = prompt.memory(context(demands=(other, first), checked=first), TASK.interface)
   told_ = 'With "residual": "excess_balance" it is checked in the place of the first.'
   assert told_ in text

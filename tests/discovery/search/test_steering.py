@@ -313,6 +313,8 @@ def test_a_control_that_is_a_better_program_is_a_candidate(tmp_path):
   assert "mechanism" not in best.source
   assert (tmp_path / "programs" / f"{best.id}.py").read_text() == best.source
   assert running.ledger.totals()["control"] == 1, "it was paid for once"
+  (owed,) = [e for e in of("demand") if e["status"] == "owed"]
+  assert owed["program"] == best.id, "what is demanded goes on from the better version"
   evaluator = running._evaluator
   call = evaluator.prepare(best.source).call
   assert evaluator.condition("", "", call).exec_id == best.exec_id
