@@ -20,9 +20,19 @@ copyright = "the mxjax authors, Apache-2.0"
 version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 release = version
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+  "myst_parser",
+  "sphinx.ext.autodoc",
+  "sphinx.ext.napoleon",
+  "sphinx.ext.viewcode",
+]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+
+# A block without a language is what a command printed: Sphinx would take it for Python.
+highlight_language = "none"
+# Two hyphens would become a dash, and an option that a reader copies would not work.
+smartquotes = False
 
 html_theme = "furo"
 html_title = "mxjax"

@@ -1,13 +1,10 @@
 """The documents name files that exist, and show results that were measured."""
 
-import contextlib
 import importlib.util
-import io
 import json
 import pathlib
 import re
 
-import jax
 import pytest
 
 from mxjax.calibration import fisher
@@ -24,8 +21,6 @@ DOCUMENTS = sorted(
 TOPS = "benchmarks|discovery|docs|evaluation|examples|models|mxjax|pallas_kernels|tests"
 PATHS = re.compile(rf"\b(?:{TOPS})/[\w./-]*\w\.(?:py|md|json|txt|svg)\b")
 FOLDERS = re.compile(rf"`((?:{TOPS})/[\w/]*)`")
-EXAMPLES = re.compile(r"```python\n(.*?)```\n\n```\n(.*?)```", re.DOTALL)
-NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 INCLUDES = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)$", re.MULTILINE)
 
 
@@ -154,25 +149,6 @@ def test_the_page_of_discovery_tells_the_recorded_run_as_its_log_does():
   verdicts = [e["verdict"] for e in events if e["event"] == "verdict"]
   assert verdicts[:2] == re.findall(r"verdict was `(\w+)`", page)
   assert f"{len(outcomes)} calls of `--task world --seed 1`" in page
-
-
-@pytest.mark.parametrize("page", ["docs/concepts/one_linear.md"])
-def test_a_page_prints_what_it_shows(page, monkeypatch):
-  # The last digit of a sum may differ between processors; words may not.
-  monkeypatch.chdir(ROOT)
-  examples = EXAMPLES.findall((ROOT / page).read_text())
-  assert examples
-  names = {}
-  for code, shown in examples:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), jax.numpy_rank_promotion("allow"):
-      exec(compile(code, page, "exec"), names)
-    assert NUMBER.sub("#", printed.getvalue()) == NUMBER.sub("#", shown)
-    ours, theirs = (
-      [float(number) for number in NUMBER.findall(text)]
-      for text in (printed.getvalue(), shown)
-    )
-    assert ours == pytest.approx(theirs, rel=0.02, abs=2e-4)
 
 
 def test_every_edit_is_shown_with_its_first_parameters():

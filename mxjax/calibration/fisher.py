@@ -35,6 +35,8 @@ LARGEST = 20.0
 
 @compilation.jit()
 def _token_weights(squares: jax.Array) -> jax.Array:
+  # The cap comes before the mean that normalizes: a few tokens with huge gradients
+  # would else take the weight of all others.
   relative = jnp.minimum(squares / squares.mean(), LARGEST)
   return (1 - SHARE) + SHARE * relative / relative.mean()
 
@@ -85,6 +87,7 @@ def _gram_step(
 def _mixed_gram(upper: jax.Array, places: jax.Array) -> jax.Array:
   """Mirrors the upper triangle, see `linear_inputs.mirrored`, and mixes in ones."""
   total = mirrored(upper, places)
+  # The identity makes B definite where fewer tokens than outputs were differentiated.
   identity = jnp.eye(len(total), dtype=total.dtype)
   return (1 - SHARE) * identity + SHARE * len(total) * total / jnp.trace(total)
 

@@ -73,6 +73,7 @@ def _weighted(
   """Multiplies a sequence's tokens by the roots of their weights, if any."""
   if weights is None:
     return blocks
+  # The root, because a moment multiplies a token by itself.
   return blocks * jnp.sqrt(weights[index])[None, None]
 
 

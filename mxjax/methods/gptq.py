@@ -155,7 +155,14 @@ def conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
 class Gptq(Program):
   """GPTQ weights and nearest activations in the coordinates of `shape`.
 
-  Columns in the order of their activation need static `scales`.
+  Attributes:
+    name: The name in results.
+    damping: Added to the Hessian's diagonal, in units of its mean.
+    scales: Where the exponent of a block comes from: its weights as compensated when
+      the block is reached (`fresh`) or up to the last panel of 128 columns (`lagged`),
+      its original weights (`static`), or a search over two exponents (`searched`).
+    order: The order in which columns are rounded; `activation` begins with the largest
+      diagonal entry of the Hessian and needs static `scales`.
   """
 
   name: str = "gptq"

@@ -21,6 +21,8 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
   """
   kinks = jnp.sort(jnp.concatenate([x - bound, x + bound], axis=-1), axis=-1)
   sums = jnp.clip(x[..., None, :] - kinks[..., :, None], -bound, bound).sum(-1)
+  # All z are at `bound` at the first kink and at `-bound` at the last, so the sign
+  # changes between two of them. The clip is for rows with NaN, which compare false.
   left = (sums >= 0).sum(-1, keepdims=True, dtype=jnp.int32) - 1
   left = jnp.clip(left, 0, kinks.shape[-1] - 2)
 
@@ -41,6 +43,7 @@ def project_zero_sum_box_bisection(
 
   Paper: Eq. serb-proposal uses 80 scalar steps.
   """
+  # At these shifts all z are at one end of the box, so a sum of zero lies between.
   low = x.min(-1, keepdims=True) - bound
   high = x.max(-1, keepdims=True) + bound
 

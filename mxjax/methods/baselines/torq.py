@@ -37,7 +37,12 @@ def _pooled(blocks: jax.Array, inter: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Torq(Gptq):
-  """Two-level rotation + GPTQ; the inner rotation is fitted to `rows` block rows."""
+  """Two-level rotation, then GPTQ.
+
+  Attributes:
+    name: The name in results.
+    rows: Blocks of inputs, over all tokens, to which the inner rotation is fitted.
+  """
 
   name: str = "torq"
   rows: Positive = 8192

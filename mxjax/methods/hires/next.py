@@ -171,6 +171,7 @@ class HiResDescent(Program):
 @execution.jit(static_argnames=("changes", "rounds_up"))
 def few_codes_rule(decoded: jax.Array, changes: int, rounds_up: bool) -> FewCodes:
   """Returns the rule of a few codes for decoded W4 weights, `[blocks, 32, rows]`."""
+  # K_Q is left out because refitted maps leave hardly any of it.
   # Against themselves the weights have no errors, so that only G_Q is left.
   gram, _ = one_code.tables(decoded, decoded)
   return FewCodes(one_code.pack_symmetric(gram), changes, rounds_up)

@@ -63,6 +63,8 @@ def shape(
     The map, `dtype` `[blocks, 32, 32]`, and its record: the spectral norm of each
     block's K, and for the balance the accepted steps with J_b of the trials.
   """
+  # In the paper's order, because each step is measured in the coordinates that the one
+  # before has made: K in those of P_ref, the risks of D in those of T.
   record: dict[str, Any] = {}
   moment, folds = inputs.moment(), _weight_moments(weight)
   # In several jitted steps by rule 2 of `mxjax.devices.execution`.
@@ -351,6 +353,8 @@ def _measure(
   sums = inputs.reduce(_trial_step, starts[0], *ends.tables())
   of_full, of_identity = losses(ends, sums)
   is_refused = ~(of_full <= of_identity)
+  # Refused blocks come first: the step then reads a prefix of one list of a fixed
+  # length, and no program is compiled for every number of them.
   order = np.argsort(~is_refused, kind="stable").astype(np.int32)
   count = is_refused.sum(dtype=np.int32)
   sums = inputs.reduce(_listed_step, starts[1], order, count, *half.tables())

@@ -51,6 +51,7 @@ def descend(
     tile += shift * jnp.eye(size, dtype=tile.dtype)
     gap = (weight - decoded).reshape(width, rows)
     here = jax.lax.dynamic_slice_in_dim(gap, first, size, axis=0)
+    # Damped as for GPTQ, so that descent goes on lowering the loss that GPTQ lowered.
     # From the current codes, so that rounding errors do not add up over groups.
     slope = jnp.einsum("id,dm->im", panel, gap, precision=HIGHEST) + shift * here
     exponent = start.exponent[index]

@@ -21,6 +21,9 @@ DAMPING = 0.01
 """Damping, in units of the mean diagonal of the Hessian."""
 DAMPING_GROWTH = 10.0
 DAMPING_TRIES = 4
+"""A Hessian of fewer tokens than columns is singular, and in float32 its damped form
+may not factor. The paper does not say what to do then; a record states what was used.
+"""
 PANEL = 128
 """Columns after which the original GPTQ code writes its compensation back."""
 
@@ -69,6 +72,9 @@ def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   # An all-zero Hessian has no curvature, so every choice is equally good.
   shift = jnp.where(mean > 0, damping * mean, 1)[..., None, None]
   damped = hessian + shift * identity
+  # With rows and columns reversed, the lower factor L is an upper R with R R' = H, and
+  # U = R^-1. Inverting H first and factoring that costs more, and its inverse may have
+  # lost its definiteness to rounding.
   lower = jnp.linalg.cholesky(damped[..., ::-1, ::-1])
   upper = lower[..., ::-1, ::-1]
   return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
@@ -135,6 +141,7 @@ def _round_group(
       frozen = jax.lax.dynamic_index_in_dim(exponent, j, axis=-2, keepdims=False)
     scale = mxfp4.scale_of(frozen).astype(weight.dtype)
     code, value = round_value(target, frozen, scale, rules)
+    # By U's diagonal, so that a row of U times it is what later columns make up for.
     error = (target - value) / pivot
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, -2)
     return put(codes, code), put(decoded, value), put(errors, error)
@@ -149,6 +156,7 @@ def _round_searched(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Like `_round_group` at the best candidate exponent; also returns that exponent."""
   floor = mxfp4.block_exponent(weight, dataclasses.replace(rules, scale_rule="floor"))
+  # The byte after 127 + 127 would be E8M0's NaN.
   exponents = [jnp.minimum(floor + step, mxfp4.SCALE_BIAS) for step in SEARCHED]
   tries = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
   best = jnp.stack([jnp.square(error).sum(-2) for _, _, error in tries]).argmin(0)

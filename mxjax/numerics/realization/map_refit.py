@@ -94,6 +94,8 @@ def refit(
     return (correction.at[block].add(change), pulled), None
 
   error = (weight - decoded).reshape(-1, rows)
+  # `pulled` is H (W - W^ A)', kept up to date: a block then reads 32 of its rows, where
+  # computing the error anew would read all weights for every block.
   identity = jnp.broadcast_to(jnp.eye(size, dtype=weight.dtype), (blocks, size, size))
   order = jnp.tile(jnp.arange(blocks, dtype=jnp.int32), SWEEPS)
   start = identity, product("de,em->dm", hessian, error)

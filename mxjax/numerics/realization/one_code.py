@@ -52,6 +52,8 @@ def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]
   `weight` is the float weights in the installed coordinates and `decoded` the decoded
   W4 weights, both `[blocks, 32, rows]`; the results have their dtype.
   """
+  # Full precision: the score subtracts numbers of the same size, and TF32's 10 bits
+  # would decide by their rounding.
   gram = jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
   cross = jnp.einsum("bim,bjm->bij", decoded, weight - decoded, precision=HIGHEST)
   return gram, cross

@@ -41,6 +41,7 @@ def group_size(rows: int) -> int:
 
   It is the largest up to `GROUP`, or up to `rows / MANY_GROUPS` where that is more.
   """
+  # Equal groups, because one compiled body of a scan rounds them all.
   most = max(GROUP, rows // MANY_GROUPS)
   return math.gcd(rows, 1 << (most.bit_length() - 1))
 

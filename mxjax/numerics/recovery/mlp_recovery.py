@@ -82,6 +82,8 @@ def column_weights(down_weight: jax.Array) -> jax.Array:
   """
   energy = jnp.square(down_weight.astype(jnp.float64)).sum(0)
   precision.require_float64("mlp_recovery.column_weights", energy)
+  # No coordinate counts more than 16 times another; and a down projection of zeros has
+  # equal weights, by the floor of the mean.
   clipped = jnp.clip(energy / (energy.mean() + 2.0**-20), 0.25, 4.0)
   return clipped / clipped.mean()
 
@@ -101,6 +103,8 @@ def gate_deviation(sums: GateMoments) -> jax.Array:
     \sigma_g = \sqrt{[E[g^2] - E[g]^2]_+ + 2^{-12} E[g^2] + 2^{-20}}
   """
   mean, square = sums.value / sums.count, sums.square / sums.count
+  # The difference of two sums may round below zero. The two floors keep sigma above
+  # zero for a gate that is constant or zero.
   variance = jnp.maximum(square - mean * mean, 0.0)
   return jnp.sqrt(variance + 2.0**-12 * square + 2.0**-20)
 
@@ -200,6 +204,9 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
   cells = cell_estimates.shape[0]
   median = lambda x: jnp.sort(x, axis=0)[(cells - 1) // 2]
   center = median(cell_estimates)
+  # 1.4826 makes the median deviation of normal estimates their standard deviation. Over
+  # the root of their number it is the error of the center, below which a center is no
+  # evidence.
   spread = 1.4826 * median(jnp.abs(cell_estimates - center[None]))
   shrunk = jnp.sign(center) * jnp.maximum(jnp.abs(center) - spread / cells**0.5, 0.0)
   return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))

@@ -75,6 +75,8 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   A zero denominator (constant values) gives `(1, 0)`. Paper: Eq. p3-ols.
   """
   precision.require_float64("value_recovery.solve", sums.value_square)
+  # Sums instead of centred values, so that one pass over the tokens is enough; what
+  # cancels is why they are float64.
   variance = sums.value_square - sums.value * sums.value / sums.count
   covariance = sums.product - sums.value * sums.target / sums.count
   is_constant = variance == 0

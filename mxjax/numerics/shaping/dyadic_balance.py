@@ -28,9 +28,12 @@ SUBGROUP_SIZE = mxfp4.BLOCK_SIZE // SUBGROUPS
 BOUND = 1 / 8
 """Largest |u|, and the factor on the centered log ratio (both literal, A26)."""
 RISK_FLOOR = 2.0**-12
+"""Added to both risks, in units of the block's median: the logarithm of a subgroup's
+ratio stays finite where one operand has next to no risk."""
 STEPS = (1.0, 0.5, 0.0)
 """The trials: full step, half step, identity."""
 LOSS_FLOOR = 2.0**-1022
+"""The smallest normal float64: a block without signal has the loss 0 and not 0 / 0."""
 
 
 class Trial(NamedTuple):
@@ -123,6 +126,8 @@ def propose(
 
 def diagonal(log2_scale: jax.Array) -> jax.Array:
   """Returns D's diagonal 2^u, `[..., blocks, 32]`: each scale for four coordinates."""
+  # u is no integer, so no power of two is missed here. The last bit does not matter: D
+  # is part of the stored map, by whose inverse the weights are folded.
   return jnp.repeat(jnp.exp2(log2_scale), SUBGROUP_SIZE, axis=-1)
 
 
@@ -232,6 +237,8 @@ def accept(losses: jax.Array) -> jax.Array:
   `losses` is J_b, `[3, blocks]`, in the order of `STEPS`. Returns 1, 0.5 or 0,
   `[blocks]`.
   """
+  # "Does not exceed", so that a proposal that changes nothing counts as the full step.
+  # The half step is NaN, which compares false, where the full step decided already.
   full, half, identity = losses
   rest = jnp.where(half <= identity, 0.5, jnp.zeros_like(full))
   return jnp.where(full <= identity, 1.0, rest)

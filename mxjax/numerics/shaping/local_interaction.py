@@ -27,6 +27,8 @@ RADIUS = 1 / 8
 """Bound on the joint Euclidean norm of a block's coefficients, hence on ||K||_2."""
 CURVATURE_MARGIN = 2.0**-8
 FLOOR = 2.0**-30
+"""Both are literal in Eq. bidir-curvature. With the floor, a pair of coordinates that
+no input or no weight uses has a quotient of zero and not 0 / 0."""
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +122,9 @@ def _threshold(
 
   A directed coordinate also shrinks by its excess over the reciprocal one.
   """
+  # What only one fold shows is an accident of its data.
   of_folds = lambda first, second: 0.5 * jnp.abs(first - second)
+  # Zero where both operands ask for the same sign, else the smaller of the two.
   of_operands = lambda x, y: 0.5 * (jnp.abs(x) + jnp.abs(y) - jnp.abs(x + y))
   both = lambda first, second, x, y: of_folds(first, second) + of_operands(x, y)
   disagreement = _by_mode(both, *folds, a, b)
@@ -149,6 +153,9 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   precision.require_float64("local_interaction.solve_pairs", anchor.activation_cross)
   c = jnp.diagonal(anchor.activation, axis1=-2, axis2=-1)
   h = jnp.diagonal(anchor.weight, axis1=-2, axis2=-1)
+  # An error in one operand is multiplied by the other, so each counts by the other's
+  # energy. K maps the activations; the weights get its inverse, I - K to first order,
+  # hence the sign of b.
   a = h[..., :, None] * anchor.activation_cross
   b = -c[..., None, :] * anchor.weight_cross
   p_first, p_second = _modes(a[0] + b[0]), _modes(a[1] + b[1])
@@ -162,6 +169,8 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   scale = denominator * jnp.sqrt(q_hat)
   shrink = lambda p, t: projections.soft_threshold(p / scale, t / scale)
   z = _by_mode(lambda p, t: _off_diagonal(shrink(p, t)), p_mean, threshold)
+  # One ball for all coefficients: q-hat is at least one, so ||K||_2 <= ||K||_F <= ||v||
+  # and I + K is invertible, without a decomposition.
   # Each unordered pair occurs twice in the matrices, hence the root of two.
   both = jnp.stack(z, axis=-3)
   projected = projections.project_ball(both, RADIUS * math.sqrt(2.0), axes=(-3, -2, -1))
@@ -184,6 +193,7 @@ def correction(interaction: jax.Array) -> jax.Array:
   shifted = interaction + identity.reshape(
     (1,) * (interaction.ndim - 2) + identity.shape
   )
+  # The determinant is positive because ||K||_2 is below one: its sign is not needed.
   log_volume = jnp.linalg.slogdet(shifted)[1]
   return shifted * jnp.exp(-log_volume / size)[..., None, None]
 

@@ -90,6 +90,7 @@ def _joint_basis(gram: jax.Array, factor: jax.Array, rows: int) -> jax.Array:
   """Computes Diag(sqrt s) V' R_b^-T, singular values in falling order."""
   eigenvalues, eigenvectors = jnp.linalg.eigh(gram)
   spectrum = jnp.sqrt(jnp.maximum(eigenvalues[::-1], 0.0) / rows)
+  # Directions that no weight has would else be scaled to nothing, and T be singular.
   spectrum = spectrum + SPECTRUM_DAMPING * spectrum.mean()
   # A block of zero weights has no spectrum: any basis decodes to zero.
   spectrum = jnp.where(spectrum[0] > 0, spectrum, 1.0)
@@ -117,6 +118,7 @@ def plane(
   if basis in ("wus", "wush"):
     joint = _joint_basis(gram, factor, rows)
     transform = rotation @ joint if basis == "wush" else joint
+  # Before the lattice is made of it: codes are then exact for the map that runs.
   transform = transform.astype(dtype).astype(jnp.float64)
   orthogonal, upper = jnp.linalg.qr(factor @ transform.mT)
   identity = jnp.eye(mxfp4.BLOCK_SIZE)

@@ -53,6 +53,8 @@ def spectral_cap(
   The matrix, `[..., q, q]`, is given by its decomposition; the result has determinant 1
   and a condition number of at most `max_condition`. Paper: Eq. hires-spectral-cap.
   """
+  # Clipping the eigenvalues would bound their ratio as well, but change the volume, and
+  # with it the overall scale that a determinant of one leaves out.
   log_spectrum = projections.project_zero_sum_box(
     log_eigenvalues, bound=0.5 * math.log(max_condition)
   )
@@ -61,6 +63,8 @@ def spectral_cap(
 
 def ridge(moment: jax.Array) -> jax.Array:
   """Adds lambda I with lambda = .01 tr(M)/q + 2^-30 to moments `[..., q, q]`."""
+  # The relative part bounds the condition number by 1 + 32 / .01, whatever the data.
+  # The absolute part makes a block that is all zeros invertible.
   size = moment.shape[-1]
   weight = RIDGE * jnp.trace(moment, axis1=-2, axis2=-1) / size + RIDGE_FLOOR
   identity = jnp.eye(size, dtype=moment.dtype)
@@ -86,9 +90,12 @@ def reference_chart(
   n, B = W^T W / m. Paper: Eq. hires-reference-chart.
   """
   precision.require_float64("reference_chart", activation_moment, weight_moment)
+  # Expanding a direction of the activations contracts it in the weights, so the inverse
+  # of B stands beside A; at unit volume neither operand's units decide the mean.
   first = normalize_determinant(ridge(activation_moment))
   inverse = jnp.linalg.inv(lapack.after(ridge(weight_moment), first))
   middle = 0.5 * (first + normalize_determinant(inverse))
+  # An inverse is symmetric only up to rounding, and eigh would read one triangle.
   eigenvalues, eigenvectors = jnp.linalg.eigh(0.5 * (middle + middle.mT))
   return spectral_cap(-0.5 * jnp.log(eigenvalues), eigenvectors, max_condition)
 
