@@ -7,7 +7,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 PEERS := .venv-peers
 CUDA_PLUGIN := .cuda-plugin
 
-.PHONY: install demo test check docs kernels bench clean
+.PHONY: install demo test test-all forget check docs kernels bench clean
 
 install: $(VENV)/.installed
 
@@ -24,11 +24,27 @@ demo: install
 	$(VENV)/bin/mxjax demo
 
 # A worker takes whole files, so that a fixture of a module is made once; the order is
-# that of tests/conftest.py. JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs
-# between runs.
-test: install
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-	  $(PYTEST_FLAGS) tests
+# that of tests/conftest.py. `make test` has everything a change needs; `make test-all`
+# adds what is marked slow: fuzz, attacks at the second level, kills of whole jobs, eight
+# devices, all of HiRes against its oracle, trained models, examples.
+#
+# Compiled programs are kept between runs, those of two weeks: only what changed is
+# compiled again. JAX_COMPILATION_CACHE_DIR names another folder for them.
+# A worker takes up to 4 GB; WORKERS=4 is for a machine of four cores.
+COMPILED := $(CURDIR)/build/compiled
+WORKERS ?= 2
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+  --no-loadscope-reorder
+test test-all: export JAX_COMPILATION_CACHE_DIR ?= $(COMPILED)
+
+test: install forget
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS) tests
+
+test-all: install forget
+	$(PYTEST) $(PYTEST_FLAGS) tests
+
+forget:
+	@mkdir -p $(COMPILED) && find $(COMPILED) -type f -atime +14 -delete
 
 check: install
 	$(VENV)/bin/python tests/check.py

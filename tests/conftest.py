@@ -1,4 +1,4 @@
-"""Strict JAX modes, one compilation cache, the order of files, and golden vectors."""
+"""Strict JAX modes, kept programs, the order of files, minutes told, golden vectors."""
 
 import gc
 import hashlib
@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import tempfile
 import threading
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,14 +27,15 @@ from tests import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+TESTS = pathlib.Path(__file__).parent
+GOLDEN = TESTS / "golden"
 VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae534556"
 
 
 LONGEST_FIRST = (
   "ptq/test_programs.py",
   "devices/test_mesh.py",
-  "running/test_toy_network.py",
+  "run/test_toy_network.py",
   "methods/test_baselines.py",
   "methods/test_scale_distillation.py",
   "sandbox/test_sandbox.py",
@@ -41,7 +43,7 @@ LONGEST_FIRST = (
   "calibration/test_flax_model.py",
   "ptq/test_ptq.py",
   "tables/test_reproducing.py",
-  "running/test_pipeline.py",
+  "run/test_quantize.py",
   "examples/test_examples.py",
   "cli/test_distributed.py",
   "cli/test_cli.py",
@@ -52,6 +54,13 @@ LONGEST_FIRST = (
 )
 """Files that a run starts with, so that no worker ends with a long one alone."""
 
+CLEARING = (
+  "models/test_generation.py",
+  "run/test_compiling.py",
+  "run/test_weight_only.py",
+)
+"""Files that drop every compiled program of their process, and so come last."""
+
 
 OPTIMIZED = (
   "/mxjax/devices/",
@@ -60,8 +69,8 @@ OPTIMIZED = (
   "numerics/test_mxfp4.py",
   "realization/test_one_code.py",
   "loading/test_gguf.py",
-  "running/test_chunks.py",
-  "running/test_toy_network.py",
+  "run/test_chunks.py",
+  "run/test_toy_network.py",
 )
 """Tests whose programs are compiled as users compile them.
 
@@ -153,6 +162,8 @@ mlir.make_ir_context = ir_context
 def pytest_configure(config):
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
+  if not hasattr(config, "workerinput"):
+    config.pluginmanager.register(Minutes(config))
   share_compiled_programs(config)
   keep_folders_in_memory()
 
@@ -206,12 +217,14 @@ def pytest_collection_modifyitems(items):
   def rank(item):
     path = item.path.as_posix()
     ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
-    return not matches(item, OPTIMIZED), next(ranks, len(LONGEST_FIRST))
+    place = next(ranks, len(LONGEST_FIRST))
+    return not matches(item, OPTIMIZED), path.endswith(CLEARING), place
 
   items.sort(key=rank)
 
 
-CACHES_UP_TO = 3 << 30
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+CACHES_UP_TO = max(3 << 30, MEMORY // 5)
 """Resident bytes of a test process above which compiled programs are dropped."""
 
 
@@ -225,6 +238,48 @@ def bounded_caches():
   if int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > CACHES_UP_TO:
     jax.clear_caches()
     gc.collect()
+
+
+class Minutes:
+  """Says once a minute how far a run is, also while one test takes longer.
+
+  Pytest's own dots tell a newcomer neither that nor what takes so long.
+  """
+
+  def __init__(self, config, seconds=60.0):
+    self._config, self._seconds = config, seconds
+    self._total, self._ended, self._last = 0, 0, "none"
+    self._over = threading.Event()
+
+  def pytest_collection_finish(self, session):
+    self._total = max(self._total, len(session.items))
+
+  @pytest.hookimpl(optionalhook=True)
+  def pytest_xdist_node_collection_finished(self, node, ids):
+    del node
+    self._total = len(ids)
+
+  def pytest_sessionstart(self):
+    self._start = time.monotonic()
+    threading.Thread(target=self._tell, daemon=True).start()
+
+  def pytest_runtest_logstart(self, nodeid):
+    self._last = nodeid
+
+  def pytest_runtest_logreport(self, report):
+    self._ended += report.when == "teardown"
+
+  def pytest_sessionfinish(self):
+    self._over.set()
+
+  def _tell(self):
+    while not self._over.wait(self._seconds):
+      minute = round((time.monotonic() - self._start) / 60)
+      terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+      if terminal is not None:
+        told = f"minute {minute}: {self._ended} of {self._total} tests have ended"
+        # Pytest thinks that it is at the start of a line while workers print dots.
+        terminal.write(f"\n{told}; started last: {self._last}\n", flush=True)
 
 
 class Vectors:

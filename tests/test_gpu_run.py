@@ -87,6 +87,7 @@ def test_a_failing_question_costs_itself_only(folder, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_a_hanging_question_is_stopped_and_no_disk_still_reports(folder, tmp_path):
   out = tmp_path / "out"
   done = ask(folder, out, "--part", "4", "--budget", "7")

@@ -326,6 +326,7 @@ def fault(reader, folder, name):
   return f"took {seconds:.0f} s" if seconds > SECONDS else None
 
 
+@pytest.mark.slow
 # Reads that Orbax started beside one that failed complain when they are collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(max(120, FILES))

@@ -15,6 +15,7 @@ from mxjax.numerics.shaping.input_maps import Hadamard
 from tests import tiny
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

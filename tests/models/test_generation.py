@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -14,6 +15,7 @@ from mxjax.models import functional, generation
 from mxjax.models.generation import generate, generate_each, sample
 from mxjax.numerics import e4m3
 from tests import refusals
+from tests.models.conftest import ONE_A_FAMILY
 
 UNCACHED = {"use_cache": False}
 IN_PROGRAMS = {"tokens_at_once": 3}
@@ -24,6 +26,21 @@ jax.monitoring.register_event_duration_secs_listener(
     name.endswith("backend_compile_duration") and COMPILED.append(1)
   )
 )
+
+
+def in_each_family(*ways):
+  """Every family generates in the first way, and the first family in each of them.
+
+  The others of all pairs, which are one mechanism in two orders, are slow tests.
+  """
+  first = ONE_A_FAMILY[0]
+  return [
+    pytest.param(
+      family, *way, marks=[pytest.mark.slow] * (family != first and index > 0)
+    )
+    for family in ONE_A_FAMILY
+    for index, way in enumerate(ways)
+  ]
 
 
 @contextlib.contextmanager
@@ -186,7 +203,11 @@ def test_a_cache_changes_nothing_but_the_work(tiny, length):
   np.testing.assert_array_equal(run(max_new_tokens=6), plain)
 
 
-@pytest.mark.parametrize("one_program", [False, True])
+@pytest.mark.parametrize(
+  ("family_golden", "one_program"),
+  in_each_family((False,), (True,)),
+  indirect=["family_golden"],
+)
 def test_padding_a_prompt_changes_its_logits_by_the_order_of_sums_alone(
   family_golden, tmp_path, one_program
 ):
@@ -409,8 +430,11 @@ def test_prompts_of_different_lengths_continue_as_each_does_alone(tiny, how):
     np.testing.assert_array_equal(got, prompt)
 
 
-@pytest.mark.parametrize("one_program", [False, True])
-@pytest.mark.parametrize("cache_format", ["compute", "e4m3"])
+@pytest.mark.parametrize(
+  ("family_golden", "one_program", "cache_format"),
+  in_each_family(*itertools.product((False, True), ("compute", "e4m3"))),
+  indirect=["family_golden"],
+)
 def test_nothing_of_other_prompts_reaches_a_prompt(
   family_golden, tmp_path, one_program, cache_format
 ):

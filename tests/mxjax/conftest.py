@@ -1,9 +1,16 @@
-"""The tiny model quantized once for the tests of several rooms."""
+"""The tiny model quantized once a method, for the tests of all rooms and workers."""
+
+import fcntl
+import functools
+import hashlib
+import os
+import pickle
 
 import pytest
 
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
+from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run.quantize import run
 
 
@@ -13,6 +20,34 @@ def tiny_calib(tiny_model, tiny_tokens):
 
 
 @pytest.fixture(scope="session")
-def tiny_hires(tiny_params, tiny_calib):
+def tiny_build(tiny_params, tiny_calib, tmp_path_factory):
+  """Makes the result of a method, with its record, once in a run of the tests.
+
+  The worker that asks first makes it; the others read it from the folder of the run.
+  """
+  folder = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    folder = folder.parent
+
+  @functools.cache
+  def build(method, contract=PAPER_CONTRACT):
+    name = hashlib.sha256(f"{method} {contract.hash}".encode()).hexdigest()[:16]
+    path = folder / f"tiny-{name}.pickle"
+    with open(path.with_suffix(".lock"), "w") as lock:
+      fcntl.flock(lock, fcntl.LOCK_EX)
+      if path.exists():
+        return pickle.loads(path.read_bytes())
+      # Tests read only of HiRes what it measured of each linear.
+      options = {"check": False, "probe": method == "hires"}
+      program = methods.get(method)
+      result = run(tiny_params, tiny_calib, program, contract=contract, **options)
+      path.write_bytes(pickle.dumps(result))
+    return result
+
+  return build
+
+
+@pytest.fixture(scope="session")
+def tiny_hires(tiny_build):
   """The result of HiRes, with its record."""
-  return run(tiny_params, tiny_calib, methods.HIRES, check=False)
+  return tiny_build("hires")

@@ -45,6 +45,7 @@ def policy_open(script, monkeypatch):
   script.open_policy()
 
 
+@pytest.mark.slow
 def test_random_programs_end_a_run_in_order(script, policy_open, tmp_path):
   seen = script.conduct(tmp_path / "run", programs=40, seed=0, level="strict")
   assert seen["ends"]["ok"] > 1

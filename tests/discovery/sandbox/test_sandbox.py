@@ -34,7 +34,6 @@ SPEC = TASK.interface.hook("geometry").to_dict()
 HEADER = "import jax\nimport jax.numpy as jnp\n"
 GOOD = HEADER + "def geometry(x):\n  return x + 0.25 * jnp.roll(x, 1)\n"
 LIMITS = jail.Limits(seconds=90.0, cpu_seconds=2, memory_bytes=3 << 30, files=64)
-LEVELS = ("strict", "standard")
 # A folder of this process: other runs on the machine leave theirs in the common one.
 TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
 
@@ -53,7 +52,9 @@ def remains():
   return set(glob.glob(f"{TEMP}/mxjax-trace-*")) | set(glob.glob(f"{TEMP}/breach*"))
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(
+  scope="module", params=["strict", pytest.param("standard", marks=pytest.mark.slow)]
+)
 def tracer(request):
   if not os.path.exists("/proc/self/ns/user"):
     pytest.skip("this kernel has no user namespaces")
@@ -454,6 +455,7 @@ class PastAdmission(CachedEvaluator):
     return self._traced(admitted, "\n".join([source, *others]))
 
 
+@pytest.mark.slow
 def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_property):
   before = remains()
   kept = store.Store(tmp_path)

@@ -59,6 +59,7 @@ def test_workers_do_not_change_the_trajectory(finished, tmp_path):
   assert log(folder) == log(finished)
 
 
+@pytest.mark.slow
 def test_shared_compiled_programs_change_nothing(finished, tmp_path):
   shared = tmp_path / "compiled"
   counts = []

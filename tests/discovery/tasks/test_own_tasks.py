@@ -178,6 +178,7 @@ def test_observables_of_margins_must_be_returned(folder):
     mine.run(call, executor.artifacts, b"")
 
 
+@pytest.mark.slow
 def test_a_module_in_the_current_folder_is_found_by_all_processes(tmp_path):
   source = (EXAMPLES / "own_discovery_task.py").read_text()
   (tmp_path / "mymod.py").write_text(source)

@@ -21,7 +21,6 @@ SPECIAL = {
   "qwen3": dict(qk_norm="head", tie_embeddings=False),
   "olmo2": dict(qk_norm="projection", is_post_norm=True, tie_embeddings=False),
 }
-pytestmark = pytest.mark.slow
 TOKENS = np.random.default_rng(1).integers(0, 61, (4, 32)).astype(np.int32)
 
 
@@ -43,7 +42,13 @@ def loud_params(model):
   return jax.tree_util.tree_map_with_path(louder, params)
 
 
-@pytest.fixture(scope="module", params=sorted(SPECIAL))
+@pytest.fixture(
+  scope="module",
+  params=[
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "olmo2"))
+    for name in sorted(SPECIAL)
+  ],
+)
 def quantized(request):
   """Model, float params and what HiRes made of them."""
   family = request.param

@@ -39,6 +39,7 @@ def said(words, folder):
   return lines[0]
 
 
+@pytest.mark.slow
 def test_one_sentence_each_and_then_the_same_bits(disk, tmp_path, mxjax, monkeypatch):
   place, remount = disk
   model, out = square.write(tmp_path / "model"), place / "out"

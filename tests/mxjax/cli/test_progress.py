@@ -281,6 +281,7 @@ def arrays(out):
   return {key: manifest[key] for key in ("arrays", "nodes", "program", "calibration")}
 
 
+@pytest.mark.slow
 def test_killed_processes_go_on_to_the_same_checkpoint(tmp_path, mxjax, refused):
   """One child dies in its second layer; the next is stopped by SIGINT in the third."""
   out = tmp_path / "out"

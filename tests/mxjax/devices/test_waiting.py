@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CALLS, SECONDS = 600, 90
 """A program that waits for ever did so within 200 calls, of 3 ms each."""
 
@@ -24,6 +26,7 @@ with precision.float64_scope():
 """
 
 
+@pytest.mark.slow
 def test_charts_of_a_wide_linear_end():
   """In a process of its own, which can be ended, compiled as users compile it."""
   ours = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}

@@ -145,24 +145,21 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left(caplog):
     pack_for_inference(params, products="float16")
 
 
+Device = collections.namedtuple("Device", "platform compute_capability device_kind")
+
+
 @pytest.mark.parametrize(
   "platform, capability, error, chosen",
   [
     ("gpu", "9.0", 4e-4, "float8"),
-    ("gpu", "9.0", 0.1, "bfloat16"),
     ("gpu", "9.0", float("nan"), "bfloat16"),
-    ("gpu", "8.9", 4e-4, "float8"),
-    ("gpu", "12.0", 4e-4, "float8"),
-    ("gpu", "8.6", 4e-4, None),
-    ("gpu", "gfx942", 4e-4, None),
     ("cpu", None, 4e-4, None),
   ],
 )
 def test_float8_is_the_default_where_its_products_pass(
   monkeypatch, caplog, tmp_path, tiny_model, platform, capability, error, chosen
 ):
-  kind = collections.namedtuple("Device", "platform compute_capability device_kind")
-  device = kind(platform, capability, "this device")
+  device = Device(platform, capability, "this device")
   params = {"layer": {"q": {"weight": leaf("rtn")}}}
   config = tiny_model.config.to_dict()
   checkpoint.save_checkpoint(tmp_path / "made", params, model_config=config)
@@ -194,6 +191,27 @@ def test_float8_is_the_default_where_its_products_pass(
     assert packing.found_in(result) == ["int8-embeddings", *names]
     stated = evaluating.Packing(names=("float8-products",)).found_in(result)
     assert stated == ["float8-products"]
+
+
+@pytest.mark.parametrize(
+  "platform, capability, error, is_faster",
+  [
+    ("gpu", "9.0", 0.1, False),
+    ("gpu", "8.9", 4e-4, True),
+    ("gpu", "12.0", 4e-4, True),
+    ("gpu", "8.6", 4e-4, False),
+    ("gpu", "gfx942", 4e-4, False),
+  ],
+)
+def test_the_device_and_the_check_decide_what_is_faster(
+  monkeypatch, platform, capability, error, is_faster
+):
+  inference_packing._passes.cache_clear()
+  monkeypatch.setattr(inference_packing, "float8_error", lambda: error)
+  monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
+  device = Device(platform, capability, "this device")
+  assert inference_packing.float8_is_faster(device) == is_faster
+  inference_packing._passes.cache_clear()
 
 
 def test_the_float8_product_is_measured_against_the_exact_one():

@@ -23,7 +23,6 @@ from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
-from mxjax.run.quantize import run
 from mxjax.storage import checkpoint
 from mxjax.storage.export import compressed_tensors, dequant, gguf, transformers_folder
 from tests.mxjax.quantized import assert_same
@@ -45,26 +44,6 @@ SLOW = ("hires", "wush+r")
 """Their legality is tested with the pipeline, and below through shared codes."""
 
 
-@pytest.fixture(scope="module")
-def calib(tiny_model, tiny_tokens):
-  return Calibration(tiny_model, tiny_tokens)
-
-
-@pytest.fixture(scope="module")
-def build(tiny_params, calib):
-  """Quantizes once for each method and rule; tests share the results."""
-  made = {}
-
-  def build(method, contract=PAPER_CONTRACT):
-    key = str(method), contract.rules
-    if key not in made:
-      program, options = methods.get(method), dict(check=False, probe=False)
-      made[key] = run(tiny_params, calib, program, contract=contract, **options)
-    return made[key]
-
-  return build
-
-
 def relative_error(logits, exact):
   return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
 
@@ -81,9 +60,9 @@ def assert_same_weights(left, right):
 
 @pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
 def test_every_payload_is_legal_and_the_model_still_runs(
-  name, build, tiny_model, tiny_params, tiny_tokens
+  name, tiny_build, tiny_model, tiny_params, tiny_tokens
 ):
-  result = build(FAST.get(name, name))
+  result = tiny_build(FAST.get(name, name))
   leaves = leaves_of(result.params)
   assert len(leaves) == 14
   for leaf in leaves:
@@ -118,21 +97,21 @@ def assert_planned(name, params, config):
 @pytest.mark.parametrize(
   "name", ["brq:signs=1", "rtn+tune:epochs=1", "wush:activations=float"]
 )
-def test_options_that_change_what_is_stored_are_planned(name, build, tiny_config):
-  assert_planned(name, build(name).params, tiny_config)
+def test_options_that_change_what_is_stored_are_planned(name, tiny_build, tiny_config):
+  assert_planned(name, tiny_build(name).params, tiny_config)
 
 
 @pytest.mark.parametrize("name", ["wush", "torq", "batquant", "spinquant", "mr-gptq"])
-def test_what_is_saved_is_what_is_restored(name, build, tiny_config, tmp_path):
-  result = build(FAST.get(name, name))
+def test_what_is_saved_is_what_is_restored(name, tiny_build, tiny_config, tmp_path):
+  result = tiny_build(FAST.get(name, name))
   folder = checkpoint.save_checkpoint(tmp_path / name, result.params, tiny_config)
   restored, _ = checkpoint.restore_checkpoint(folder)
   assert_same(result.params, restored)
 
 
-def test_methods_follow_the_rules_of_the_contract(build):
+def test_methods_follow_the_rules_of_the_contract(tiny_build):
   contract = Contract(rules=mxfp4.Rules(scale_rule="even"))
-  plain, other = build("wush").params, build("wush", contract).params
+  plain, other = tiny_build("wush").params, tiny_build("wush", contract).params
   pairs = list(zip(leaves_of(plain), leaves_of(other), strict=True))
   assert all(theirs.rules == contract.rules for _, theirs in pairs)
   assert any(
@@ -145,29 +124,29 @@ def test_brq_is_mr_gptq_of_32_with_fresh_scales():
   assert methods.get(name) == dataclasses.replace(methods.BRQ, name=name)
 
 
-def test_mr_gptq_takes_the_first_size_that_divides_and_records_it(build):
-  linears = build("mr-gptq").record.layers[0]["linears"]
+def test_mr_gptq_takes_the_first_size_that_divides_and_records_it(tiny_build):
+  linears = tiny_build("mr-gptq").record.layers[0]["linears"]
   assert linears["self_attn/q_proj"]["hadamard_size"] == 64
   assert linears["mlp/down_proj"]["hadamard_size"] == 32
 
 
-def test_batquant_at_the_identity_is_gptq(build):
-  untrained = build("batquant:steps=0:clip_logit=Infinity")
-  assert_same_weights(untrained, build("gptq"))
+def test_batquant_at_the_identity_is_gptq(tiny_build):
+  untrained = tiny_build("batquant:steps=0:clip_logit=Infinity")
+  assert_same_weights(untrained, tiny_build("gptq"))
   for leaf in leaves_of(untrained.params):
     np.testing.assert_array_equal(leaf.rounding.high, 1.0)
 
 
-def test_batquant_learns(build):
-  linears = build(FAST["batquant"]).record.layers[0]["linears"]
+def test_batquant_learns(tiny_build):
+  linears = tiny_build(FAST["batquant"]).record.layers[0]["linears"]
   losses = np.asarray([line["learning_losses"] for line in linears.values()])
   assert (losses[:, 1] < losses[:, 0]).all()
   assert losses[:, 1].mean() < 0.95 * losses[:, 0].mean()
   assert all(1 < line["map_condition"] < 1e4 for line in linears.values())
 
 
-def test_focus_without_learning_is_rtn_with_rceil_weights(build, tiny_params):
-  unlearned = build("focus:epochs=0:divisor_logit=Infinity")
+def test_focus_without_learning_is_rtn_with_rceil_weights(tiny_build, tiny_params):
+  unlearned = tiny_build("focus:epochs=0:divisor_logit=Infinity")
   rules = mxfp4.Rules(scale_rule="rceil")
   for layer in ("layers_0", "layers_1"):
     weight = tiny_params[layer]["mlp"]["up_proj"]["weight"]
@@ -283,8 +262,8 @@ def test_options_in_a_name_reach_the_program():
 
 
 @pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
-def test_the_formats_said_to_hold_a_method_do(name, build, tiny_config):
-  params = build(FAST.get(name, name)).params
+def test_the_formats_said_to_hold_a_method_do(name, tiny_build, tiny_config):
+  params = tiny_build(FAST.get(name, name)).params
   checks = {
     "compressed-tensors": functools.partial(
       compressed_tensors.check, transforms=name in command.TRANSFORMED
@@ -302,7 +281,7 @@ def test_the_formats_said_to_hold_a_method_do(name, build, tiny_config):
         check(params)
 
 
-def test_any_state_of_recovery_has_a_name(build):
+def test_any_state_of_recovery_has_a_name(tiny_build):
   for name, expected in {
     "hires:recover=none": [],
     "hires:recover=attention+mlp-parent": ["attention", "mlp-parent"],
@@ -314,7 +293,7 @@ def test_any_state_of_recovery_has_a_name(build):
     assert (program.name, program.describe()["recover"]) == (name, expected)
   assert methods.get("gptq+r").recover == methods.HIRES.recover
   assert methods.get("wush+r") is methods.WUSH_R
-  params = build("rtn:recover=mlp").params
+  params = tiny_build("rtn:recover=mlp").params
   layer = params["layers_0"]
   assert "mlp_recovery" in layer["mlp"]
   assert "value_recovery" not in layer["self_attn"]
@@ -325,20 +304,20 @@ def test_tuned_and_recovered_models_are_none_of_compressed_tensors(method):
   assert command.formats(method) == command.formats("hires")
 
 
-def test_wush_and_its_refined_form_share_every_code(build):
-  refined = build("wush:rounding=full")
-  assert_same_weights(build("wush"), refined)
+def test_wush_and_its_refined_form_share_every_code(tiny_build):
+  refined = tiny_build("wush:rounding=full")
+  assert_same_weights(tiny_build("wush"), refined)
   assert methods.WUSH_R.rounding == "full"
   assert methods.WUSH_R.recover == methods.HIRES.recover
   for leaf in leaves_of(refined.params):
     assert isinstance(leaf.rounding, OneCode)
 
 
-def test_a_second_run_learns_the_same_bits(build, tiny_params, calib):
+def test_a_second_run_learns_the_same_bits(tiny_build, tiny_params, tiny_calib):
   again = mxjax.quantize(
-    tiny_params, calib, FAST["spinquant"], check=False, probe=False
+    tiny_params, tiny_calib, FAST["spinquant"], check=False, probe=False
   )
-  assert_same(build(FAST["spinquant"]).params, again)
+  assert_same(tiny_build(FAST["spinquant"]).params, again)
 
 
 def test_a_newcomer_is_one_line_and_is_none_of_the_papers_ten():

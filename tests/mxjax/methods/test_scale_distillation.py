@@ -45,9 +45,8 @@ def calib(tiny_model, tiny_tokens):
 
 
 @pytest.fixture(scope="module")
-def leaf(tiny_params, calib):
-  quantized = mxjax.quantize(tiny_params, calib, "hires", check=False, probe=False)
-  return quantized["layers_0"]["mlp"]["up_proj"]["weight"]
+def leaf(tiny_hires):
+  return tiny_hires.params["layers_0"]["mlp"]["up_proj"]["weight"]
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +98,9 @@ def test_the_backward_pass_takes_a4_for_the_identity(leaf):
 
 
 @pytest.mark.parametrize("name", ["rtn", "brq", "hires"])
-def test_installed_factors_compute_what_was_learned(
-  name, tiny_model, tiny_params, calib
-):
+def test_installed_factors_compute_what_was_learned(name, tiny_model, tiny_build):
   """Without a map, with one for all blocks, with one for each."""
-  quantized = mxjax.quantize(tiny_params, calib, name, check=False, probe=False)
-  layer = quantized["layers_1"]
+  layer = tiny_build(name).params["layers_1"]
   [own] = ScaleDistillation().initial([layer], tiny_model)
   learned = jax.tree.map(
     lambda zero: zero + 0.02 * rows(1, zero.size, seed=zero.size)[0], own
@@ -121,8 +117,8 @@ def test_installed_factors_compute_what_was_learned(
   np.testing.assert_array_equal(leaf.weight.codes, old.weight.codes)
 
 
-def test_linears_on_one_tensor_share_factors(tiny_model, tiny_params, calib):
-  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False, probe=False)
+def test_linears_on_one_tensor_share_factors(tiny_model, tiny_build):
+  quantized = tiny_build("rtn").params
   [own] = ScaleDistillation().initial([quantized["layers_0"]], tiny_model)
   assert set(own["taps"]) == {"qkv_input", "gate_up_input"}
   assert len(own["linears"]) == 7
@@ -159,6 +155,7 @@ def test_maps_that_mix_blocks_are_refused():
     input_maps.scaled(input_maps.Hadamard(128), jnp.ones(128))
 
 
+@pytest.mark.slow
 def test_predictions_of_a_trained_model_come_closer():
   """On the text of the tuning and, by less, on other text; labels lower perplexity."""
   folder = embedded.trained_folder("llama")

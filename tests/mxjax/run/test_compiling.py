@@ -42,6 +42,7 @@ def one_at_a_time(workers):
   return ThreadPoolExecutor(1)
 
 
+@pytest.mark.slow
 def test_linears_of_each_shape_are_compiled_in_other_threads(built, monkeypatch):
   plain, here, elsewhere = built()
   assert elsewhere == 0

@@ -53,19 +53,6 @@ def quantize(params, tiny_calib):
 
 
 @pytest.fixture(scope="module")
-def by_method(quantize):
-  """Params quantized by a method with its defaults, made once."""
-  made = {}
-
-  def result(method):
-    if method not in made:
-      made[method] = quantize(method)
-    return made[method]
-
-  return result
-
-
-@pytest.fixture(scope="module")
 def layer_with_taps(model):
   return jax.jit(model.layer_with_taps)
 
@@ -131,10 +118,10 @@ def test_a_quantized_model_has_gradients_at_its_embedding(model, params, hires):
 
 @pytest.mark.parametrize("method", ["hires", "brq", "rtn"])
 def test_a_shared_store_does_not_change_a_bit(
-  quantize, by_method, hires, tmp_path, method, monkeypatch
+  quantize, tiny_build, hires, tmp_path, method, monkeypatch
 ):
   """Filled by another method, then read by this one."""
-  alone = hires if method == "hires" else by_method(method)
+  alone = hires if method == "hires" else tiny_build(method).params
   store = tmp_path / "store"
   quantize("gptq", store=store)
   if method != "hires":
@@ -151,16 +138,18 @@ def test_a_store_keeps_other_tokens_apart(quantize, model, tiny_tokens, tmp_path
   assert len(list(store.iterdir())) == 2
 
 
-def test_hires_beats_the_methods_it_builds_on(model, params, hires, by_method):
+def test_hires_beats_the_methods_it_builds_on(model, params, hires, tiny_build):
   test = np.random.default_rng(2).integers(0, 61, (1, 64)).astype(np.int32)
   error = lambda quantized: operator_error(model, params, quantized, test)
   best = error(hires)
-  assert best < error(by_method("brq")) and best < error(by_method("rtn"))
+  assert best < error(tiny_build("brq").params) and best < error(
+    tiny_build("rtn").params
+  )
 
 
-def test_gptq_beats_rtn_on_the_calibration_loss(model, params, tiny_tokens, by_method):
+def test_gptq_beats_rtn_on_the_calibration_loss(model, params, tiny_tokens, tiny_build):
   gptq_errors, rtn_errors = (
-    operator_errors(model, params, by_method(name), tiny_tokens)
+    operator_errors(model, params, tiny_build(name).params, tiny_tokens)
     for name in ("gptq", "rtn")
   )
   better = [gptq_errors[path] < rtn_errors[path] for path in rtn_errors]

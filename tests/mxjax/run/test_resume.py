@@ -225,7 +225,14 @@ def test_a_replay_that_does_not_repeat_its_bits_is_refused(deep, tmp_path, monke
     run(*deep, folder, resume=True)
 
 
-@pytest.mark.parametrize("method", ["hires", "gptq:weighting=fisher", "hires-descent"])
+@pytest.mark.parametrize(
+  "method",
+  [
+    "hires",
+    "gptq:weighting=fisher",
+    pytest.param("hires-descent", marks=pytest.mark.slow),
+  ],
+)
 def test_a_resumed_method_has_the_files_of_an_undisturbed_run(deep, tmp_path, method):
   whole = run(*deep, tmp_path / "whole", method)
   calls = iter([False, False, True])

@@ -18,6 +18,8 @@ from mxjax.run.quantize import run
 from tests import tiny
 from tests.mxjax.quantized import without
 
+pytestmark = pytest.mark.slow
+
 PROJECTIONS = {
   "q": ("self_attn", "q_proj"),
   "k": ("self_attn", "k_proj"),

@@ -33,20 +33,6 @@ NAMES = "gptq", "brq", "hires:recover=none"
 TOKENS = np.random.default_rng(0).integers(0, 61, (3, 32)).astype(np.int32)
 
 
-@pytest.fixture(scope="module")
-def built(tiny_model, tiny_params):
-  """Results by method, each built once."""
-  made = {}
-
-  def build(method):
-    if method not in made:
-      calib = Calibration(tiny_model, TOKENS)
-      made[method] = run(tiny_params, calib, method, check=False)
-    return made[method]
-
-  return build
-
-
 def exact(x, leaf):
   """Decoded weights times mapped float inputs, in float64."""
   with precision.float64_scope():
@@ -63,10 +49,10 @@ def error(computed, expected):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_output_is_that_of_decoded_weights_and_float_inputs(built, name):
+def test_the_output_is_that_of_decoded_weights_and_float_inputs(tiny_build, name):
   """The codes are those of W4A4, so that the difference of both is A4 alone."""
-  strict = at(built(name).params, UP)
-  leaf = at(built(f"{name}:activations=float").params, UP)
+  strict = at(tiny_build(name).params, UP)
+  leaf = at(tiny_build(f"{name}:activations=float").params, UP)
   assert isinstance(leaf.rounding, Unrounded)
   same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
   same((leaf.weight, leaf.input_map), (strict.weight, strict.input_map))
@@ -81,16 +67,18 @@ def test_the_output_is_that_of_decoded_weights_and_float_inputs(built, name):
   assert linear(narrow, leaf).dtype == jnp.bfloat16
 
 
-def test_bfloat16_inputs_without_a_map_are_rounded_once(built):
-  leaf = at(built("gptq:activations=float").params, UP)
+def test_bfloat16_inputs_without_a_map_are_rounded_once(tiny_build):
+  leaf = at(tiny_build("gptq:activations=float").params, UP)
   x = jnp.asarray(np.random.default_rng(1).standard_normal((7, 64)), jnp.bfloat16)
   got, expected = np.asarray(linear(x, leaf), np.float64), exact(x, leaf)
   assert (np.abs(got - expected) <= 2**-8 * np.abs(expected) + 1e-6).all()
 
 
-def test_nothing_weight_only_has_the_papers_contract(built):
+def test_nothing_weight_only_has_the_papers_contract(tiny_build):
   assert PAPER_CONTRACT.hash == PAPER_HASH
-  strict, loose = (built(name).record for name in ("gptq", "gptq:activations=float"))
+  strict, loose = (
+    tiny_build(name).record for name in ("gptq", "gptq:activations=float")
+  )
   assert (strict.contract_hash, strict.form) == (PAPER_HASH, "W4A4")
   assert (loose.contract_hash, loose.form) == (WEIGHT_ONLY.hash, "W4A16")
   assert loose.program["options"]["activations"] == "float"
@@ -126,11 +114,11 @@ def test_programs_and_contracts_that_differ_are_refused(tiny_model, tiny_params)
   assert marked.record.contract_hash == WEIGHT_ONLY.hash
 
 
-def test_recovery_is_fitted_to_the_model_without_a4(built):
+def test_recovery_is_fitted_to_the_model_without_a4(tiny_build):
   """It equals the fits of the W4A4 model before encoding, which drop its A4."""
-  weight_only = built("rtn+r:activations=float").params
-  early = built("rtn:recover=attention-unrounded+mlp-unrounded").params
-  strict = built("rtn+r").params
+  weight_only = tiny_build("rtn+r:activations=float").params
+  early = tiny_build("rtn:recover=attention-unrounded+mlp-unrounded").params
+  strict = tiny_build("rtn+r").params
   for path in ("self_attn/value_recovery", "mlp/mlp_recovery"):
     ours, same, other = (
       at(params, f"layers_1/{path}") for params in (weight_only, early, strict)
@@ -142,30 +130,30 @@ def test_recovery_is_fitted_to_the_model_without_a4(built):
     )
 
 
-def test_hires_stores_no_tables_of_a4(built):
+def test_hires_stores_no_tables_of_a4(tiny_build):
   strict, loose = (
-    at(built(name).params, UP)
+    at(tiny_build(name).params, UP)
     for name in ("hires:recover=none", "hires:recover=none:activations=float")
   )
   assert jax.tree.leaves(strict.rounding) and not jax.tree.leaves(loose.rounding)
 
 
-def test_packing_gives_it_no_float8(built):
-  params = built("gptq:activations=float").params
+def test_packing_gives_it_no_float8(tiny_build):
+  params = tiny_build("gptq:activations=float").params
   packed = pack_for_inference(params, products="float8")
   assert at(packed, UP).float8_scale is None
-  strict = pack_for_inference(built("gptq").params, products="float8")
+  strict = pack_for_inference(tiny_build("gptq").params, products="float8")
   assert at(strict, UP).float8_scale is not None
 
 
-def test_a_checkpoint_says_what_it_is(built, tiny_config, tmp_path):
-  result = built("gptq:activations=float")
+def test_a_checkpoint_says_what_it_is(tiny_build, tiny_config, tmp_path):
+  result = tiny_build("gptq:activations=float")
   save = lambda name, params, **options: checkpoint.save_checkpoint(
     tmp_path / name, params, tiny_config, program=result.record.program, **options
   )
   saved = save("saved", result.params, contract=WEIGHT_ONLY)
   restore = checkpoint.restore_checkpoint
-  strict = built("gptq").params
+  strict = tiny_build("gptq").params
   refusals.check(
     [
       (lambda: save("no", result.params), "activations=mxfp4", "activations=float"),
@@ -189,8 +177,10 @@ def test_a_checkpoint_says_what_it_is(built, tiny_config, tmp_path):
     ({"rounding": "doubled"}, "operand is not its mapped input"),
   ],
 )
-def test_the_audit_knows_rounded_inputs(built, tiny_config, monkeypatch, change, told):
-  params = dict(built("gptq:activations=float").params)
+def test_the_audit_knows_rounded_inputs(
+  tiny_build, tiny_config, monkeypatch, change, told
+):
+  params = dict(tiny_build("gptq:activations=float").params)
   if change["rounding"] == "doubled":
     double = lambda self, blocks, rules: 2 * blocks
     monkeypatch.setattr(Unrounded, "round_mapped", double)
@@ -203,8 +193,10 @@ def test_the_audit_knows_rounded_inputs(built, tiny_config, monkeypatch, change,
   assert all(told in fault for fault in found.faults) and found.faults
 
 
-def test_exports_leave_inputs_as_they_are(built, tiny_model, tiny_config, tmp_path):
-  params = built("gptq:activations=float").params
+def test_exports_leave_inputs_as_they_are(
+  tiny_build, tiny_model, tiny_config, tmp_path
+):
+  params = tiny_build("gptq:activations=float").params
   source = export.Source(params, tiny_config)
   packed = export.write_compressed_tensors(tmp_path / "packed", source)
   config = json.loads((packed / "config.json").read_text())["quantization_config"]

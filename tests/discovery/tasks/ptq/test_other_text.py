@@ -75,6 +75,7 @@ def test_it_is_part_of_the_contract_and_not_of_the_held_out_task():
   assert not held.tests_luck
 
 
+@pytest.mark.slow
 def test_the_margin_is_what_it_can_confirm():
   spec = dict(task().spec)
   found = margins.calibrated(spec)["margins"]

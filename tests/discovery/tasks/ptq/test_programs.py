@@ -214,12 +214,11 @@ def square(tmp_path_factory):
   return {"model": str(folder), "text": text, **SIZES}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "where"),
   [
-    (name, where)
-    for where in (in_jail, in_process)
+    pytest.param(name, where, marks=[pytest.mark.slow] * (name != "gptq"))
+    for where in (in_process, in_jail)
     for name in ("wush", "gptq", "hires")
   ],
 )
