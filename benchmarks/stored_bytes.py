@@ -1,24 +1,29 @@
 """All stored bytes of methods on three sizes of models, beside the error measured.
 
-  python benchmarks/stored_bytes.py
+  python benchmarks/stored_bytes.py [--measure METHOD ... --data ../shared/data]
 
 Bytes are those of `mxjax plan --method`: every array that a checkpoint holds. KL from
 the float model is taken from results/hires_next.json, where it was measured on
 SmolLM2-135M-Instruct and WikiText-2: of its first calibration draw, which alone has all
-rows. No error was measured at 1B and 8B.
+rows. `--measure` builds further methods and measures them as that script does, on the
+same tokens; they are kept in the result file. No error was measured at 1B and 8B.
 It also writes results/paper_by_size.json, what the paper's tables say by model size.
 """
 
 import json
 import pathlib
 import statistics
+import time
 
 import common
+import hires_next
 
 from mxjax import methods, models
 from mxjax.audit import plan
+from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.tables.paper import PAPER, value
 from mxjax.models import families
+from mxjax.run.quantize import run
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests" / "golden"
 LLAMA_1B = {
@@ -69,11 +74,25 @@ def configs():
   }
 
 
-def measured():
-  """KL by method on the smallest model, nats a token."""
+def built_and_measured(method, data):
+  """KL and loss of a method by window, on the tokens of results/hires_next.json."""
+  c4, windows = common.smollm2_ids(data)
+  model, params = models.from_pretrained()
+  calibration = Calibration(model, c4[8 * DRAW - 8 : 8 * DRAW])
+  start = time.perf_counter()
+  built = run(params, calibration, methods.get(method), check=False, probe=False)
+  seconds = time.perf_counter() - start
+  found = hires_next.measured(model, params, built.params, windows)
+  return {**common.stamp(), "build_seconds": seconds, **found}
+
+
+def measured(built):
+  """KL by method on the smallest model, nats a token; `built` are by `--measure`."""
   rows = json.loads((common.RESULTS / "hires_next.json").read_text())["rows"]
   of = {row["name"]: row["texts"][TEXT]["kl"] for row in rows if row["draw"] == DRAW}
-  return {method: statistics.fmean(of[name]) for method, name in MEASURED.items()}
+  windows = {method: of[name] for method, name in MEASURED.items()}
+  windows |= {method: row["kl"] for method, row in built.items()}
+  return {name: statistics.fmean(windows[name]) for name in METHODS if name in windows}
 
 
 def table(sizes, kl):
@@ -120,13 +139,25 @@ def paper_table(found):
 
 
 def main():
-  options = common.parser(__doc__).parse_args()
+  parser = common.parser(__doc__, data=True)
+  told = "methods to build and measure: gptq brq"
+  parser.add_argument("--measure", nargs="+", default=(), choices=METHODS, help=told)
+  options = parser.parse_args()
   sizes = {
     model: {name: plan.stored(config, methods.get(name)) for name in METHODS}
     for model, config in configs().items()
   }
-  kl = measured()
-  result = {**common.stamp(), "sizes": sizes, "text": TEXT, "measured": kl}
+  built = common.read(options.out, {}).get("built", {})
+  for method in options.measure:
+    built[method] = built_and_measured(method, options.data)
+  kl = measured(built)
+  result = {
+    **common.stamp(),
+    "sizes": sizes,
+    "text": TEXT,
+    "measured": kl,
+    "built": built,
+  }
   common.write(options.out, result, table(sizes, kl))
   found = by_size()
   result = {**common.stamp(), "models": found}

@@ -294,7 +294,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
   absent = [name for name, is_absent in missing.items() if is_absent]
   if absent:
     flags = dict.fromkeys(MEASURES[name] for name in absent)
-    said.append(f"Not measured: {', '.join(absent)} ({', '.join(flags)} asks for it).")
+    said.append(f"Not measured: {', '.join(absent)}; ask by {' and '.join(flags)}.")
   if all(row["method"] != BASELINE for row in shown(runs)):
     said.append("RTN was not measured beside it.")
   for run in runs:

@@ -95,7 +95,10 @@ class Comparison(runner.Work[Row]):
       return job.label in self.made
     with refusing(file, "a row of a comparison", "remove it to make the row again"):
       row = parse_json(read_bytes(file), dict[str, Any])
-      record = row["record"]
+      record, size = row["record"], row.get("size") or {}
+      if "ratio" in size:
+        # As rows before 0.1.0 name it; one result file has one name.
+        size["bf16_over_total"] = size.pop("ratio")
       there = {"options": record["program"], "rules": record["contract_hash"]}
     given = {"options": job.program.describe(), "rules": job.contract.hash}
     check_settings(file, there, given, "remove it to make the row again")

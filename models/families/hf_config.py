@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -68,6 +69,8 @@ Those that every config of `transformers` has, and those of generation, join the
 
 QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """Fields that say how weights are quantized; the last is that of MLX."""
+OWN_EXPORT = "mxfp4"
+"""The field of an export of the format transformers, which runs by code of its own."""
 
 SILU = ("silu", "swish")
 """Names of the one activation that the port computes."""
@@ -275,7 +278,7 @@ def _refuse_unread(
   Rates of dropout matter in training alone.
   """
   unread = [
-    f"{name}={value!r}"
+    f"{name}={reprlib.repr(value)}"
     for name, value in values.items()
     if name not in known
     and not name.startswith(("_", "unsloth_"))
@@ -309,7 +312,7 @@ def quantized_kind(values: Mapping[str, Any]) -> str | None:
       if scheme.get(key)
     ]
     return f"{method} ({', '.join(details)})" if details else str(method)
-  return None
+  return "mxjax export --format transformers" if values.get(OWN_EXPORT) else None
 
 
 def _refuse_quantized(values: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from mxjax.errors import FileNotFoundRefusal, NotImplementedRefusal, ValueRefusa
 from mxjax.intake.reading import refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
+from mxjax.models.loading.weights import refuse_pointer
 from mxjax.models.parameters import Path, StoredTensor
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def open_reader(path: pathlib.Path) -> "GGUFReader":
       got="no file",
       mend="check the path",
     )
+  refuse_pointer(path)
   with path.open("rb") as file:
     magic, version = file.read(4), int.from_bytes(file.read(4), "little")
   # A version below 2**16, read in the other order, has its value in the upper bytes.

@@ -39,6 +39,20 @@ ADAPTER = (
   "merge it with PEFT's merge_and_unload and save the result",
 )
 """What a folder of PEFT has, and what to do about it."""
+_QUANTIZED_HERE = (
+  "a model that mxjax quantized",
+  "name the float model; `mxjax evaluate`, `generate`, `chat` and `export` take this "
+  "folder, and so does `mxjax.load`",
+)
+OWN_FILES = {
+  "checkpoint/mxjax.json": _QUANTIZED_HERE,
+  "mxjax.json": _QUANTIZED_HERE,
+  "mxjax_state.json": (
+    "an export of the format safetensors",
+    "read it by `mxjax.storage.export.read_state`, or name the float model",
+  ),
+}
+"""What mxjax writes that is no float model, and what to do about it."""
 CONFIG = "the config of a model"
 SAVE = "point to a folder saved by transformers' save_pretrained"
 Fields = dict[str, Any] | None
@@ -89,6 +103,19 @@ class Index(pydantic.BaseModel):
   weight_map: dict[str, str]
 
 
+def refuse_pointer(path: pathlib.Path) -> None:
+  """Raises a ValueError where a file is the pointer that Git LFS has in its place."""
+  with path.open("rb") as file:
+    is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+  if is_pointer:
+    raise ValueRefusal(
+      path,
+      expected="weights",
+      got=f"a Git LFS pointer of {path.stat().st_size} bytes",
+      mend="run `git lfs pull` in its repository",
+    )
+
+
 def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
   """Opens a `.safetensors` file and checks its header; reads no tensor.
 
@@ -99,17 +126,11 @@ def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
   import safetensors
 
   with refusing(path, "safetensors, a JSON header and all its tensors"):
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
-      start = file.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
-      raise ValueRefusal(
-        path,
-        expected="weights",
-        got=f"a Git LFS pointer of {size} bytes",
-        mend="run `git lfs pull` in its repository",
-      )
-    if (end := 8 + int.from_bytes(start[:8], "little")) > size:
+      start = file.read(8)
+    if (end := 8 + int.from_bytes(start, "little")) > size:
       raise ValueRefusal(
         path,
         expected=f"{end} bytes by its header",
@@ -127,13 +148,9 @@ def read_config(source: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
   path = source / CONFIG_FILE if source.is_dir() else source
   if not path.is_file() and source.is_dir():
     _refuse_gguf_inside(source)
-    if (source / ADAPTER_FILE).is_file():
-      raise FileNotFoundRefusal(
-        source,
-        expected="a model",
-        got=ADAPTER[0],
-        mend=f"{ADAPTER[1]}",
-      )
+    for name, (got, mend) in {**OWN_FILES, ADAPTER_FILE: ADAPTER}.items():
+      if (source / name).is_file():
+        raise FileNotFoundRefusal(source, expected="a float model", got=got, mend=mend)
   with refusing(path, CONFIG, SAVE):
     config = families.from_hf_config(read_hf_config(path), dtype=dtype)
   generation = path.parent / GENERATION_FILE

@@ -24,14 +24,19 @@ TRANSFORMED = ("mr-gptq", "brq")
 """Methods whose models it holds with --transforms."""
 
 
-def formats(method: str) -> tuple[str, ...]:
-  """Returns the formats that can hold a model of a method, given with its options."""
+def formats(method: str, model: str | None = None) -> tuple[str, ...]:
+  """Returns the formats that can hold what a method makes of a float model.
+
+  `method` has its options. `model` is its place, None for the embedded one; a model
+  that is no GGUF file has nothing from which gguf takes tokenizer and settings.
+  """
+  has_gguf = model is None or model.endswith(".gguf")
   name, tuned = methods.base_name(method), "+tune" in method
   # Both add to a linear what compressed-tensors has no place for.
   is_recovered = method.startswith(f"{name}+r") or "recover=" in method
   plain = () if tuned or is_recovered else (*COMPRESSED, *TRANSFORMED)
   lacking = () if name in plain else ("compressed-tensors",)
-  lacking += () if name in plain and name in COMPRESSED else ("gguf",)
+  lacking += () if name in plain and name in COMPRESSED and has_gguf else ("gguf",)
   return tuple(form for form in FORMATS if form not in lacking)
 
 
@@ -54,10 +59,10 @@ def add_parser(commands: Any) -> None:
     help="compressed-tensors, which transformers reads with that library, where the "
     f"activation rule is the runtime's, for {', '.join(COMPRESSED)}, and "
     f"{' and '.join(TRANSFORMED)} with --transforms; gguf, for llama.cpp, which rounds "
-    f"activations its own way, for {', '.join(COMPRESSED)} of Llama models; dequant, a "
-    "plain folder of effective weights whose activations are not rounded; safetensors, "
-    "all of our own state; transformers, everything, and torch code that runs the "
-    "strict model, slowly",
+    f"activations its own way, for {', '.join(COMPRESSED)} of Llama models with a GGUF "
+    "file of the float model as --model; dequant, a plain folder of effective weights "
+    "whose activations are not rounded; safetensors, all of our own state; "
+    "transformers, everything, and torch code that runs the strict model, slowly",
   )
   shared.add(parser, "--out")
   add(
@@ -113,7 +118,9 @@ def run(options: argparse.Namespace) -> None:
       "export",
       expected=f"--model with the {what} of the float model",
       got="none" if model is None else f"{model}, which is none",
-      mend="pass its path" if model is None else "correct the path",
+      mend="pass its path, or use --format dequant, which needs no such file"
+      if options.format == "gguf"
+      else "correct the path",
     )
   if not 0 < options.shard_gb < float("inf"):
     raise ValueRefusal("export", "a finite --shard-gb above 0", got=options.shard_gb)

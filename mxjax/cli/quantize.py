@@ -153,5 +153,5 @@ def run(options: argparse.Namespace) -> None:
   if options.log == "json":
     output.emit("finished", out=str(folder))
   output.print_rows([row], folder, as_json=options.json)
-  forms = ", ".join(export.formats(options.method))
+  forms = ", ".join(export.formats(options.method, options.model))
   tell(f"next: mxjax export {folder} --out OUT --format FORMAT, one of {forms}")

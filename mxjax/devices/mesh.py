@@ -36,12 +36,13 @@ def make(data: int | None = None, model: int = 1) -> Mesh:
   # One process may use a subset of the devices; several processes must use all.
   possible = wanted == len(devices) or jax.process_count() == 1
   if not (0 < wanted <= len(devices) and possible and model > 0):
+    asked = max(1, data or 1) * max(1, model)
     raise ValueRefusal(
       "mesh",
       expected=f"data x model devices out of {len(devices)}",
       got=f"data={data}, model={model}",
       mend="name sizes whose product is the number of devices, or on CPU set "
-      "XLA_FLAGS=--xla_force_host_platform_device_count",
+      f"XLA_FLAGS=--xla_force_host_platform_device_count={asked}",
     )
   return Mesh(np.asarray(devices[:wanted]).reshape(data or 0, model), AXES)
 

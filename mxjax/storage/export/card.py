@@ -10,8 +10,19 @@ LOADING = {
 model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
 ```
 
-Activations are rounded by the runtime's own rule, or not at all. No serving runtime has
-been tried.""",
+The library decodes weights to bfloat16 whatever `dtype=` says, so that
+`dtype=torch.float32` alone ends in an error. In float32, with the same weights:
+
+```python
+scheme = transformers.CompressedTensorsConfig(dequantize=True)
+model = transformers.AutoModelForCausalLM.from_pretrained(
+  FOLDER, quantization_config=scheme
+).float()
+```
+
+Activations are rounded by the runtime's own rule, or not at all, which a version of
+transformers may decide by `dequantize`. On a CPU, vLLM 0.32.0 has no kernel for these
+linears; its kernels for GPUs have not been tried.""",
   "dequant": """Any Hugging Face loader reads it as a float model:
 
 ```python

@@ -197,7 +197,9 @@ def write_compressed_tensors(
   scheme = quantization_config(_linears(source.params))
   rounds_inputs = scheme["config_groups"]["group_0"]["input_activations"] is not None
   hadamards = scheme.get("transform_config", {}).get("config_groups", {})
-  values = folder.hf_values(source, companions)
+  # The library decodes weights to bfloat16 whatever the config says, and a model of
+  # another dtype cannot multiply by them.
+  values = folder.hf_values(source, companions) | {"torch_dtype": "bfloat16"}
   tensors = to_tensors(source.params)
   return folder.write_folder(
     out,

@@ -165,7 +165,7 @@ def write_gguf(
       expected="--model with a GGUF file of the float model, whose tokenizer and "
       "settings are copied",
       got=companions.model or "none",
-      mend="name one, or use --format dequant, which llama.cpp can convert",
+      mend="name one, or use --format dequant, which needs no such file",
     )
   base = loading.open_reader(companions.model)
   _check_base(base, companions.model, source)

@@ -212,7 +212,7 @@ def test_only_what_was_measured_is_said_and_the_rest_is_named(tmp_path):
   assert "diverges" not in report.verdict([bare]) and "RTN" not in report.verdict(
     [bare]
   )
-  told = "Not measured: KL, flips, operator error (--agreement, --operator-error asks"
+  told = "Not measured: KL, flips, operator error; ask by --agreement and --operator-e"
   assert told in source
   assert "RTN was not measured beside it." in source
   assert "<th>flips, %</th>" not in source

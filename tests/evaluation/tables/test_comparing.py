@@ -59,6 +59,18 @@ def test_rules_are_marked_and_rows_of_other_tokens_are_refused(subject, tmp_path
     compare(subject, draw(1), ("rtn",), folder=tmp_path)
 
 
+def test_rows_that_name_the_size_as_before_0_1_0_are_kept_under_its_name(
+  subject, tmp_path
+):
+  [row], _ = compare(subject, draw(0), ("rtn",), folder=tmp_path)
+  file = tmp_path / "rows" / "rtn.json"
+  older = file.read_text().replace('"bf16_over_total"', '"ratio"')
+  file.write_text(older)
+  [again], _ = compare(subject, draw(0), ("rtn",), folder=tmp_path)
+  assert again["size"] == row["size"] and "ratio" not in again["size"]
+  assert file.read_text() == older
+
+
 def test_rows_of_other_measurements_are_refused(subject, tmp_path):
   compare(subject, draw(0), ("rtn",), folder=tmp_path)
   norm = {"weight": 2 * subject.params["norm"]["weight"]}

@@ -249,11 +249,42 @@ def test_quantized_tensors_are_refused_by_their_kind(golden, tmp_path, name, kin
     models.from_pretrained(golden.save(tmp_path, stored))
 
 
-def test_a_pointer_of_git_lfs_is_named(golden, tmp_path):
-  path = golden.save(tmp_path) / "model.safetensors"
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(golden, tmp_path, name):
+  path = golden.save(tmp_path) / name
   path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
   with pytest.raises(ValueError, match="got a Git LFS pointer of .*git lfs pull"):
+    models.from_pretrained(path if name.endswith(".gguf") else tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("name", "mend"),
+  [
+    ("mxjax.json", "quantized; name the float model; `mxjax evaluate`, .*`mxjax.load`"),
+    ("checkpoint/mxjax.json", "quantized; name the float model; `mxjax evaluate`"),
+    ("mxjax_state.json", "format safetensors; read it by .*read_state`"),
+  ],
+)
+def test_a_folder_that_mxjax_wrote_is_no_float_model(tmp_path, name, mend):
+  (tmp_path / name).parent.mkdir(exist_ok=True)
+  (tmp_path / name).touch()
+  with pytest.raises(FileNotFoundError, match=mend):
     models.from_pretrained(tmp_path)
+
+
+def test_a_folder_that_transformers_runs_by_our_code_is_quantized(golden, tmp_path):
+  folder = golden.save(tmp_path)
+  config = json.loads((folder / "config.json").read_text())
+  config["mxfp4"] = {"linears": {str(i): {} for i in range(1000)}}
+  (folder / "config.json").write_text(json.dumps(config))
+  with pytest.raises(NotImplementedError, match="kind mxjax export --format transform"):
+    models.from_pretrained(folder)
+  # A long value of another field is cut.
+  config["other"] = config.pop("mxfp4")
+  (folder / "config.json").write_text(json.dumps(config))
+  with pytest.raises(NotImplementedError, match=r"other=.*\.\.\.") as refused:
+    models.from_pretrained(folder)
+  assert len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize(

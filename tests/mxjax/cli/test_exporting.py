@@ -109,7 +109,7 @@ def test_a_gguf_file_needs_that_of_the_float_model(
     [
       (command(saved, out, "gguf"), f"{told}, got none"),
       (command(saved, out, "gguf", "--model", base), "base.gguf, which is none"),
-      (command(saved, out, "gguf", "--model", tmp_path), "which is none"),
+      (command(saved, out, "gguf", "--model", tmp_path), "--format dequant, which"),
     ]
   )
   tiny.save_gguf(base, tiny_params, tiny_config)

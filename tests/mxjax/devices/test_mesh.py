@@ -190,7 +190,8 @@ def test_meshes_that_do_not_fit_are_refused(monkeypatch):
   refusals.check(
     [
       (lambda: meshes.make(model=3), "got 3", "data=2", "idle"),
-      (lambda: meshes.make(model=9), "devices out of 8"),
+      (lambda: meshes.make(model=9), "devices out of 8", "device_count=9"),
+      (lambda: meshes.make(data=4, model=4), "got data=4, model=4", "device_count=16"),
     ]
   )
 

@@ -304,6 +304,14 @@ def test_tuned_and_recovered_models_are_none_of_compressed_tensors(method):
   assert command.formats(method) == command.formats("hires")
 
 
+def test_gguf_is_said_to_hold_models_that_came_from_such_a_file():
+  rest = [form for form in command.FORMATS if form != "gguf"]
+  assert [*command.formats("gptq", "models/trained/llama")] == rest
+  for model in (None, "float.gguf"):
+    assert command.formats("gptq", model) == command.FORMATS
+    assert "gguf" not in command.formats("hires", model)
+
+
 def test_wush_and_its_refined_form_share_every_code(tiny_build):
   refined = tiny_build("wush:rounding=full")
   assert_same_weights(tiny_build("wush"), refined)

@@ -23,7 +23,7 @@ MEASURED = {
 @pytest.mark.parametrize(
   ("write", "loaded"),
   [
-    (export.write_compressed_tensors, "the library `compressed-tensors`"),
+    (export.write_compressed_tensors, "quantization_config=scheme\n).float()"),
     (export.write_dequant, "Any Hugging Face loader"),
     (export.write_state, "mxjax.storage.export.read_state"),
     (export.write_transformers, "trust_remote_code=True"),

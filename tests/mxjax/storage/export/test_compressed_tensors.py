@@ -127,3 +127,11 @@ def test_a_rotated_head_unties_the_config(rtn, compressed):
   values = json.loads((out / "config.json").read_text())
   assert values["tie_word_embeddings"] is False
   assert_same(export.read_compressed_tensors(out).params["lm_head"], head)
+
+
+def test_the_config_asks_for_the_dtype_that_the_library_decodes_to(rtn, compressed):
+  # Embedding and norms of float32, as those of a GGUF file are, keep their own.
+  wide = {"weight": rtn["embed_tokens"]["weight"].astype(jnp.float32)}
+  out, _ = compressed({**rtn, "embed_tokens": wide})
+  assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+  assert_same(export.read_compressed_tensors(out).params["embed_tokens"], wide)
