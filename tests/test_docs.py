@@ -135,17 +135,19 @@ def test_the_page_of_discovery_tells_the_recorded_run_as_its_log_does():
   edits = [e for e in outcomes if e["kind"] == "candidate"][1:]
   replies = [e for e in events if e["event"] == "replies"]
   losses = [e["values"]["loss"] for e in outcomes]
-  words = {1: "one", 7: "seven", 13: "thirteen"}
+  words = {3: "three", 4: "four", 7: "seven", 8: "eight"}
   count, made, ran = (words[len(each)] for each in (replies, edits, controls))
-  assert f"{count.capitalize()} replies led to {made} edits and {ran} control" in page
+  assert f"{count.capitalize()} replies led to {made} edits and {ran} controls" in page
   assert not [e for e in events if e["event"] == "refused"]
-  told = re.search(r"loss fell from (\S+) to (\S+) at the (\w+)th call", page)
+  told = re.search(r"loss fell from (\S+) to (\S+) at the (\w+)h call", page)
   best = min(losses)
   assert told.groups() == (
     f"{losses[0]:.3f}",
     f"{best:.3f}",
     words[outcomes[losses.index(best)]["call"]],
   )
+  spent = sum(e["charged"] for e in outcomes)
+  assert f"left {words[15 - spent]} calls" in page
   verdicts = [e["verdict"] for e in events if e["event"] == "verdict"]
   assert verdicts[:2] == re.findall(r"verdict was `(\w+)`", page)
   assert f"{len(outcomes)} calls of `--task world --seed 1`" in page

@@ -27,8 +27,11 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKED = re.compile(r"([\w.,]+)`?<!-- = ([\w.\-:]+) -->")
 NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 WORDS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "eight": 8}
-ELSEWHERE = ("SummaryWriter", "orbax.checkpoint", "DESCRIPTION = ", "def clean(x)")
-"""What marks a block that another test runs: in its own process, or as files."""
+ELSEWHERE = (
+  *("SummaryWriter", "orbax.checkpoint", "DESCRIPTION = ", "def clean(x)"),
+  "CompressedTensorsConfig",
+)
+"""What marks a block that runs elsewhere: in its own process, as files, or by torch."""
 
 
 def blocks(page):
