@@ -30,6 +30,8 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKS = "checks"
 PART_SECONDS = 540
+CANDIDATES = "undivided", "stream-K", "fused"
+"""Products whose steps of decoding are timed."""
 QUESTIONS = {
   CHECKS: ("gpu_checks.py", ()),
   "evaluate": ("gpu_evaluate.py", ()),
@@ -42,6 +44,19 @@ QUESTIONS = {
   "kernels": ("gpu_kernels.py", ()),
   "float8 rows": ("gpu_float8_rows.py", ()),
   "stream-K": ("gpu_kernels.py", ("--candidate", "float8 stream-K")),
+  "fused": ("gpu_kernels.py", ("--candidate", "float8 fused")),
+  "undivided": ("gpu_kernels.py", ("--candidate", "int8 undivided")),
+  **{
+    f"steps, {name}": (
+      "gpu_generate.py",
+      ("--parts", "bf16", "hires", "--candidate", candidate),
+    )
+    for name, candidate in (
+      ("undivided", "int8 undivided"),
+      ("stream-K", "float8 stream-K"),
+      ("fused", "float8 fused"),
+    )
+  },
 }
 """Scripts and their options, by name."""
 PARTS = {
@@ -51,6 +66,8 @@ PARTS = {
   4: {"kernels": 110, "float8 rows": 50, "build 8B, next": 380},
   5: {"caches": 240},
   6: {"stream-K": 540},
+  7: {"fused": 540},
+  8: {"undivided": 180, **{f"steps, {each}": 120 for each in CANDIDATES}},
 }
 """Questions of each part in order, with their largest seconds."""
 

@@ -348,12 +348,19 @@ def check_mosaic(rng, how, size):
   return gpu_mosaic.check(rng, how, size)
 
 
+def check_undivided(rng, how, size):
+  import gpu_mosaic  # It takes what is above.
+
+  return gpu_mosaic.check_undivided(rng, how, size)
+
+
 CHECKS = {
   "encode": check_encode,
   "one code": check_refinement,
   "few codes": check_few_codes,
   "matmul": check_matmul,
   "linears of one input": check_linears,
+  "undivided product": check_undivided,
   "decode": check_decode,
   "float8 product": check_float8_product,
   "GPTQ": check_gptq,

@@ -23,6 +23,8 @@ a second run, with another --out, under
 
 import argparse
 import concurrent.futures
+import contextlib
+import contextvars
 import dataclasses
 import importlib.util
 import json
@@ -228,7 +230,9 @@ def ours(sizes, kind, results):
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
     calls = [first(*prompt) for prompt in sizes.prompts]
     calls += [lambda at=at: steps(*at)() for at in sizes.caches()]
-    list(pool.map(lambda call: call(), calls))
+    # A candidate that is tried is tried in the threads as well.
+    contexts = [contextvars.copy_context() for _ in calls]
+    list(pool.map(lambda context, call: context.run(call), contexts, calls))
   programs = len(calls)
   del calls
   seconds = round(time.perf_counter() - start, 1)
@@ -379,6 +383,9 @@ def sizes_of(options):
   if options.cache:
     few = {"steps_at": ((2, 64), (2, 128))} if options.tiny else {}
     changes = changes | CACHE | few
+  if options.candidate and not options.tiny:
+    batches = 1, 4, 8, 32, 64
+    changes = {"prompts": (), "steps_at": tuple((each, 2048) for each in batches)}
   return Sizes(**{"layers": options.layers, **changes})
 
 
@@ -419,18 +426,28 @@ def main():
   parser.add_argument("--layers", type=int, default=4, help="of the model's 36")
   parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
   parser.add_argument("--cache", action="store_true", help="caches of 32 sequences")
+  help = "products of choice.py that are no default: steps of HiRes by them"
+  parser.add_argument("--candidate", nargs="+", help=help)
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
   parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)
   options = parser.parse_args()
-  if options.cache and not options.tiny and options.out == common.own_result():
-    parser.error("--cache needs an --out of its own")
+  is_own = not options.tiny and options.out == common.own_result()
+  if (options.cache or options.candidate) and is_own:
+    parser.error("--cache and --candidate need an --out of their own")
   sizes = sizes_of(options)
   if options.only:
     results = common.Entries(options.out)
     if options.only == "torch":
       torchs(sizes, results)
     else:
-      ours(sizes, options.only, results)
+      with contextlib.ExitStack() as stack:
+        if options.candidate and options.only == "hires":
+          from mxjax.pallas_kernels import choice
+
+          by_name = {each.name: each for each in choice.CANDIDATES}
+          for name in options.candidate:
+            stack.enter_context(choice.trying(by_name[name]))
+        ours(sizes, options.only, results)
     return
   found = [part for part in options.parts if part != BASE]
   if BASE in options.parts and importlib.util.find_spec(BASE):
@@ -450,6 +467,8 @@ def main():
       words = [sys.executable, __file__, "--only", part, "--out", str(file)]
       words += ["--layers", str(options.layers)]
       words += [f"--{name}" for name in ("tiny", "cache") if getattr(options, name)]
+      if options.candidate:
+        words += ["--candidate", *options.candidate]
       try:
         limit = None if options.tiny else SECONDS[part]
         ended = subprocess.run(words, check=False, timeout=limit)

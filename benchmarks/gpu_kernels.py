@@ -54,6 +54,7 @@ class Sizes:
   layers: tuple = (
     ("gate", (12288,), 4096, (8, 16, 32, 64, 5, 256)),
     ("q, k, v", (4096, 1024, 1024), 4096, (8, 32, 64, 256)),
+    ("o", (4096,), 4096, (8, 32, 64, 256)),
     ("down", (4096,), 12288, (8, 32, 64, 256)),
     ("gate, up", (12288, 12288), 4096, (8, 32, 64, 256, 511)),
   )
@@ -63,6 +64,12 @@ class Sizes:
 TINY = Sizes(
   (32, 64), (96, 64), (1, 20), (40, 4, 2, 16), 1, (("gate", (128,), 512, (5,)),)
 )
+
+
+def rows_for(tried, of_rows):
+  """Rows at which a candidate is timed: those of a layer that it takes, and few."""
+  most = tried.most or max(of_rows)
+  return [n for n in sorted({1, 2, 4, *of_rows}) if tried.rows <= n <= most]
 
 
 def measure(calls, sizes, results):
@@ -173,7 +180,7 @@ def candidate(name, sizes, results):
   import numpy as np
 
   from mxjax.layers.inference_packing import with_products
-  from mxjax.layers.linear import linear, linear_many
+  from mxjax.layers.linear import linear, linear_many, linear_onto
   from mxjax.pallas_kernels import choice
   from mxjax.pallas_kernels.products import float8_matmul, matmul
   from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
@@ -182,7 +189,7 @@ def candidate(name, sizes, results):
   [tried] = [each for each in choice.CANDIDATES if each.name == name]
   is_gpu = jax.default_backend() == "gpu"
   how = "pallas" if is_gpu else "interpret"
-  checks = gpu_mosaic.check_stream_k(np.random.default_rng(0), how)
+  checks = gpu_mosaic.CANDIDATES[name](np.random.default_rng(0), how)
   results.put("checks", checks)
   if not checks["passed"]:
     sys.exit("the candidate is wrong: no time was taken")
@@ -195,6 +202,17 @@ def candidate(name, sizes, results):
     def run(x, leaves):
       with by(side):
         return linear_many(x, leaves, implementation=None if is_gpu else how)
+
+    return run
+
+  def added(side):
+    """A linear and the addition to what came before it, as of a residual."""
+
+    def run(x, leaves):
+      with by("table" if side is None else side):
+        [leaf] = leaves
+        onto = jnp.ones((len(x), leaf.shape[0]), x.dtype)
+        return linear_onto(onto, x, leaf, implementation=None if is_gpu else how)
 
     return run
 
@@ -211,7 +229,7 @@ def candidate(name, sizes, results):
     def run(operands, tensors, scales):
       options = {"dtype": jnp.bfloat16, "implementation": how}
       with by(side):
-        if form == "float8":
+        if form.startswith("float8"):
           return float8_matmul.float8_matmul_each(operands, tensors, scales, **options)
         return matmul.matmul_each(operands, tensors, **options)
 
@@ -225,12 +243,20 @@ def candidate(name, sizes, results):
     ]
     leaves = list(with_products(dict(enumerate(drawn)), "float8").values())
     dense = gpu_models.random_linear(keys[0], sum(outputs), width, False)
-    for rows in of_rows:
+    if tried.adds and len(outputs) > 1:
+      continue  # Only what is added to a residual is to be gained.
+    for rows in rows_for(tried, of_rows):
       x = jax.random.normal(keys[0], (rows, width), jnp.bfloat16)
       calls = {f"{layer}, {rows} rows, our BF16": (linear, (x, dense))}
       for side in ("table", name):
-        calls[f"{layer}, {rows} rows, linears by {side}"] = linears(side), (x, leaves)
-        calls[f"{layer}, {rows} rows, product by {side}"] = product(side, x, leaves)
+        given = x, leaves
+        if tried.adds:
+          calls[f"{layer}, {rows} rows, our BF16"] = added(None), (x, [dense])
+          calls[f"{layer}, {rows} rows, linears by {side}"] = added(side), given
+        else:
+          calls[f"{layer}, {rows} rows, linears by {side}"] = linears(side), given
+        if not tried.refines:
+          calls[f"{layer}, {rows} rows, product by {side}"] = product(side, x, leaves)
       measure(calls, sizes, results)
 
 
@@ -304,12 +330,13 @@ def compared(parts):
   return rows
 
 
-def of_candidate(parts, name, layers):
+def of_candidate(parts, tried, layers):
   """Rows of a candidate's table, and what of `choice.py` should change, in words."""
+  name = tried.name
   mine, base = parts.get("candidate", {}), parts.get("torch compiled", {})
   rows, ratios = [], {}
   for layer, _, _, of_rows in layers:
-    for n in of_rows:
+    for n in rows_for(tried, of_rows):
       at = f"{layer}, {n} rows"
       ms = lambda what, at=at: mine.get(f"{at}, {what}", {}).get("ms")
       now, then, torch = ms("linears by table"), ms(f"linears by {name}"), base.get(at)
@@ -357,7 +384,10 @@ def main():
     words += ["--candidate", options.candidate]
   parts, failures = common.in_processes(limits, words)
   if options.candidate:
-    rows, verdict = of_candidate(parts, options.candidate, sizes.layers)
+    from mxjax.pallas_kernels import choice
+
+    by_name = {each.name: each for each in choice.CANDIDATES}
+    rows, verdict = of_candidate(parts, by_name[options.candidate], sizes.layers)
     who = ["table", options.candidate]
     head = [
       "linears",

@@ -74,10 +74,10 @@ def count(rows, nvdisasm, folder):
 
   launch = functools.partial(stream_k.float8_products, dtype=jnp.bfloat16)
   array, weight = kernel_cases.array, kernel_cases.packed(OUTPUTS, WIDTH)
-  x = array((1, rows, WIDTH), kernel_cases.float8.FORM)
-  scale, row_unit = kernel_cases.scalar, array((1, rows), jnp.float32)
+  x = array((rows, WIDTH), kernel_cases.float8.FORM)
+  scale, row_unit = kernel_cases.scalar, array((rows,), jnp.float32)
   run = compile_kernels.compiler(folder)
-  [ptx], _ = run(launch, x, [weight], [scale], row_unit)
+  [ptx], _ = run(launch, [x], [weight], [scale], [row_unit])
   told = compile_kernels.assemble(ptx, folder)
   words = [str(nvdisasm), str(folder / "kernel.cubin")]
   sass = subprocess.run(words, capture_output=True, text=True, check=True).stdout

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from mxjax.errors import ValueRefusal
-from mxjax.layers.linear import add_bias, linear, linear_many, take_rows
+from mxjax.layers.linear import (
+  add_bias,
+  linear,
+  linear_many,
+  linear_onto,
+  take_rows,
+)
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import attention_norms, layer_linears, layer_norms
@@ -81,9 +87,15 @@ class Linear(nn.Module):
     if self.use_bias:
       self.bias = _leaf(self, "bias", nn.initializers.zeros, self.out_features)
 
-  def __call__(self, x: fused_inputs.Input) -> jax.Array:
-    """Maps `[..., in_features]` to `[..., out_features]`, same dtype."""
-    return add_bias(linear(x, self.weight), self.bias)
+  def __call__(self, x: fused_inputs.Input, onto: jax.Array | None = None) -> jax.Array:
+    """Maps `[..., in_features]` to `[..., out_features]`, same dtype.
+
+    Adds `onto`, if it is given, as a residual.
+    """
+    if onto is not None and self.bias is None:
+      return linear_onto(onto, x, self.weight)
+    y = add_bias(linear(x, self.weight), self.bias)
+    return y if onto is None else rounded(onto + y)
 
 
 def _linears(config: ModelConfig, block: str) -> list[Linear]:
@@ -145,15 +157,19 @@ class Attention(nn.Module):
       self.q_norm = RMSNorm(widths["q_norm"], self.config.norm_eps)
       self.k_norm = RMSNorm(widths["k_norm"], self.config.norm_eps)
 
-  def __call__(self, x: fused_inputs.Input) -> jax.Array:
-    """Maps the layer's input `[B, T, d]` to the attention output, same shape."""
+  def __call__(self, x: fused_inputs.Input, onto: jax.Array | None = None) -> jax.Array:
+    """Maps the layer's input `[B, T, d]` to the attention output, same shape.
+
+    It is added to `onto`, if that is given.
+    """
     _tap(self, "qkv_input", x)
     queries, keys, values = self._project(x)
     values = _tap(self, "value", values)
     if self.has_variable("params", "value_recovery"):
       recovery = self.get_variable("params", "value_recovery")
       values = recovery_kernels.recover_values(values, recovery)
-    return self.o_proj(_tap(self, "o_input", self._attend(queries, keys, values)))
+    outputs = _tap(self, "o_input", self._attend(queries, keys, values))
+    return self.o_proj(outputs, onto)
 
   def _project(self, x: fused_inputs.Input) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns rotated queries, rotated keys, and values: `[B, T, heads, head_dim]`."""
@@ -202,14 +218,17 @@ class MLP(nn.Module):
     """Creates the projections."""
     self.gate_proj, self.up_proj, self.down_proj = _linears(self.config, "mlp")
 
-  def __call__(self, x: fused_inputs.Input) -> jax.Array:
-    """Maps the layer's input `[B, T, d]` to the MLP output, same shape."""
+  def __call__(self, x: fused_inputs.Input, onto: jax.Array | None = None) -> jax.Array:
+    """Maps the layer's input `[B, T, d]` to the MLP output, same shape.
+
+    It is added to `onto`, if that is given.
+    """
     _tap(self, "gate_up_input", x)
     gate, up = _side_by_side(x, self.gate_proj, self.up_proj)
     gate, up = _tap(self, "gate", gate), _tap(self, "up", up)
     recovery = self.get_variable("params", "mlp_recovery", None)
     product = fused_inputs.GatedProduct(gate, up, recovery)
-    return self.down_proj(_tap(self, "down_input", product))
+    return self.down_proj(_tap(self, "down_input", product), onto)
 
 
 class DecoderLayer(nn.Module):
@@ -232,7 +251,7 @@ class DecoderLayer(nn.Module):
       if self.config.is_post_norm:
         hidden = rounded(hidden + norm(block(hidden)))
       else:
-        hidden = rounded(hidden + block(norm.defer(hidden)))
+        hidden = block(norm.defer(hidden), hidden)
     return hidden
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from mxjax.numerics import implementations
 from mxjax.numerics.implementations import FLOAT8, Capability
-from mxjax.pallas_kernels.mosaic import device, stream_k
+from mxjax.pallas_kernels.mosaic import device, fused, stream_k
 from mxjax.pallas_kernels.mosaic import products as mosaic
 from mxjax.pallas_kernels.refinement.fused_inputs import SINGLE_ROWS
 from mxjax.pallas_kernels.refinement.one_code import Form
@@ -32,6 +32,8 @@ class Product:
     least: Least compute capability.
     only: The only compute capability for which it can be made, or None.
     most: Most n for which it is chosen, or None.
+    adds: Whether it can add its results to an array in its own launch.
+    refines: Whether it takes inputs that are not refined, in bfloat16.
   """
 
   name: str
@@ -41,6 +43,8 @@ class Product:
   least: Capability = implementations.KERNELS
   only: Capability | None = None
   most: int | None = None
+  adds: bool = False
+  refines: bool = False
 
 
 INT8 = Product("int8", "int8", 1, "benchmarks/results/gpu/h200_1_kernels.json")
@@ -70,7 +74,7 @@ FLOAT8_MOSAIC = Product(
 """Mosaic's product, which decodes weights in registers."""
 FLOAT8_STREAM = Product(
   "float8 stream-K",
-  "float8",
+  "float8 by blocks",
   SINGLE_ROWS + 1,
   None,
   least=device.HOPPER,
@@ -79,11 +83,28 @@ FLOAT8_STREAM = Product(
 )
 """Mosaic's product with its steps divided over all multiprocessors, several linears a
 launch."""
+INT8_UNDIVIDED = Product("int8 undivided", "int8", 1, None, most=SINGLE_ROWS, adds=True)
+"""The product `INT8` without partial sums, and with the residual added inside."""
+FLOAT8_FUSED = Product(
+  "float8 fused",
+  "values",
+  1,
+  None,
+  least=device.HOPPER,
+  only=device.HOPPER,
+  most=fused.ROWS,
+  refines=True,
+)
+"""The stream-K product with the refinement of its inputs in the same launch."""
 TABLE = (FLOAT8_MOSAIC, FLOAT8_LIBRARY, LIBRARY, PACKED, INT8)
 """The first that can run is taken."""
-_OBSTACLES = {FLOAT8_MOSAIC: mosaic.obstacle, FLOAT8_STREAM: stream_k.obstacle}
+_OBSTACLES = {
+  FLOAT8_MOSAIC: mosaic.obstacle,
+  FLOAT8_STREAM: stream_k.obstacle,
+  FLOAT8_FUSED: fused.obstacle,
+}
 """What says of inputs `(n, d)` and m outputs why a kernel cannot multiply them."""
-CANDIDATES = (FLOAT8_STREAM,)
+CANDIDATES = (FLOAT8_STREAM, INT8_UNDIVIDED, FLOAT8_FUSED)
 """What is not in the table until a GPU has measured it."""
 _tried: contextvars.ContextVar[tuple[Product, ...]] = contextvars.ContextVar(
   "_tried", default=()
@@ -104,17 +125,22 @@ def trying(candidate: Product) -> Iterator[None]:
     _tried.reset(token)
 
 
-def product(rows: int, outputs: int, width: int, *, has_float8: bool) -> Product:
+def product(
+  rows: int, outputs: int, width: int, *, has_float8: bool, may_refine: bool = False
+) -> Product:
   """Returns what multiplies x `[rows, width]` by a weight `[outputs, width]`.
 
   `has_float8` says whether the weight has a scale of float8 products; see
-  `pack_for_inference`. The device is the one that computations target; a kernel that is
-  interpreted elsewhere is one that every device has.
+  `pack_for_inference`. `may_refine` says whether the caller has inputs that are not
+  refined, in bfloat16, and tables of one structure for all linears. The device is the
+  one that computations target; a kernel that is interpreted elsewhere is one that every
+  device has.
   """
   capability, tried = implementations.target().capability, _tried.get()
   for entry in (*tried, *TABLE):
     fits = rows >= entry.rows and (entry.most is None or rows <= entry.most)
-    fits &= has_float8 or entry.inputs != "float8"
+    fits &= has_float8 or not entry.name.startswith("float8")
+    fits &= may_refine or not entry.refines
     fits &= capability is None or capability >= entry.least
     # A candidate may be interpreted where there is no such GPU.
     is_made = entry in tried and capability is None

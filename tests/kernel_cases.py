@@ -11,7 +11,14 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.attention import cached_attention, prefill
-from mxjax.pallas_kernels.mosaic import device, encode, products, refinement, stream_k
+from mxjax.pallas_kernels.mosaic import (
+  device,
+  encode,
+  fused,
+  products,
+  refinement,
+  stream_k,
+)
 from mxjax.pallas_kernels.products import (
   float8,
   float8_matmul,
@@ -80,6 +87,12 @@ def refinement_cases():
     "two codes, float32, planes, 16 rows, 3 linears": three(rows(16), *few),
     "nearest, split, values": values(narrow, tables[0], None, None),
     "one code, split, float8": refine(narrow, *tables, form="float8"),
+    "one code, split, float8 by blocks, 64 rows, 3 linears": refine(
+      rows(64), *tables, form="float8 by blocks", linears=3
+    ),
+    "one code, float32, float8 by blocks, 8 rows": refine(
+      rows(8), *tables, form="float8 by blocks"
+    ),
   }
 
 
@@ -121,6 +134,20 @@ def product_cases():
     launch = functools.partial(int8_matmul.launch, dtype=b16)
     return launch, [x] * len(weights), list(weights)
 
+  def onto(rows, weight):
+    """The product without partial sums, and an array to which it is added."""
+    outputs, width = weight.shape
+    tile = int8_matmul.Tile.undivided([outputs], width)
+
+    def launch(x, weight, added):
+      return int8_matmul.launch([x], [weight], dtype=b16, tile=tile, onto=[added])
+
+    return launch, whole(rows, width), weight, array((rows, outputs), b16)
+
+  def shifts(rows, count):
+    x = array((rows, 4096), float8.FORM), array((rows, 128), u8)
+    return float8_matmul.shifted_each, [float8.Float8Inputs(*x, True)] * count
+
   def product(x, *weights):
     launch = functools.partial(matmul.launch, dtype=b16)
     return launch, [x] * len(weights), list(weights)
@@ -140,6 +167,9 @@ def product_cases():
     "matmul packed x packed, 16 rows": product(packed(16, 4096), wide),
     "int8 x packed, 1 row": integers(whole(1, 4096), wide),
     "int8 x packed, 1 row, 3 linears": integers(whole(1, 4096), square, flat, flat),
+    "int8 x packed, undivided, 1 row": onto(1, packed(4096, 12288)),
+    "int8 x packed, undivided, 4 rows": onto(4, packed(1530, 576)),
+    "float8 shift by blocks, 8 rows, 3 linears": shifts(8, 3),
     "int8 x packed, 4 rows": integers(whole(4, 576), packed(1536, 576)),
     "matmul bfloat16 x packed, 1 row, 3 linears": product(one_row, square, flat, flat),
     "matmul bfloat16 x packed, 48 rows": product(dense(48, 576), packed(1536, 576)),
@@ -209,10 +239,9 @@ def stream_k_cases():
   launch = functools.partial(stream_k.float8_products, dtype=b16)
 
   def product(rows, *weights, inputs=1):
-    width = weights[0].shape[1]
-    x = array((inputs, rows, width), float8.FORM)
+    x = [array((rows, weights[0].shape[1]), float8.FORM)] * inputs
     scales = [scalar] * len(weights)
-    return launch, x, list(weights), scales, array((inputs, rows), f32)
+    return launch, x, list(weights), scales, [array((rows,), f32)] * inputs
 
   wide, square, flat = packed(12288, 4096), packed(4096, 4096), packed(1024, 4096)
   return {
@@ -222,6 +251,28 @@ def stream_k_cases():
     "Mosaic stream-K float8 product, 17 rows, 3 linears": product(
       17, square, flat, flat, inputs=3
     ),
+  }
+
+
+def fused_cases():
+  if device.obstacle():
+    return {}
+  launch = functools.partial(fused.products, dtype=b16)
+
+  def product(rows, *weights):
+    width = weights[0].shape[1]
+    blocks = width // 32
+    square = array((blocks, 32, 32), f32)
+    tables = one_code.Tables(square, array((blocks, 528), f32), square)
+    count = len(weights)
+    x = array((rows, width), b16)
+    return launch, x, [tables] * count, list(weights), [scalar] * count
+
+  wide, square, flat = packed(12288, 4096), packed(4096, 4096), packed(1024, 4096)
+  return {
+    "Mosaic fused float8 product, 1 row, 3 linears": product(1, square, flat, flat),
+    "Mosaic fused float8 product, 8 rows, 2 linears": product(8, wide, wide),
+    "Mosaic fused float8 product, 64 rows": product(64, packed(4096, 12288)),
   }
 
 
@@ -236,4 +287,4 @@ def not_taken(name, capability):
 
 def cases():
   triton = refinement_cases() | attention_cases() | product_cases() | other_cases()
-  return triton | mosaic_cases() | stream_k_cases()
+  return triton | mosaic_cases() | stream_k_cases() | fused_cases()

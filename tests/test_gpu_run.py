@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from mxjax.pallas_kernels import choice
+
 ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = {
@@ -190,7 +192,8 @@ def test_an_evaluations_rate_counts_the_context_of_every_choice(scripts):
 
 def test_a_candidate_replaces_what_is_slower_at_every_layer(scripts):
   layers = (("gate", (256,), 128, (8, 32)), ("down", (128,), 256, (8, 32)))
-  name, ms = "float8 stream-K", lambda n: {"ms": n}
+  tried, ms = choice.FLOAT8_STREAM, lambda n: {"ms": n}
+  name = tried.name
   times = {
     ("gate", 8): (2.0, 1.0),
     ("gate", 32): (2.0, 1.0),
@@ -204,10 +207,10 @@ def test_a_candidate_replaces_what_is_slower_at_every_layer(scripts):
     mine[f"{layer}, {rows} rows, linears by {name}"] = ms(then)
   base = {"gate, 8 rows": ms(3.0)}
   parts = {"candidate": mine, "torch compiled": base}
-  rows, verdict = load("gpu_kernels").of_candidate(parts, name, layers)
+  rows, verdict = load("gpu_kernels").of_candidate(parts, tried, layers)
   assert [row[0] for row in rows] == [f"{layer}, {n} rows" for layer, n in times]
   assert rows[0] == [*("gate, 8 rows", "2.0000", "1.0000"), *"---", "3.0000", "0.50"]
   assert verdict.endswith("taken at 8 rows, and not at 32 rows.")
   mine[f"gate, 8 rows, linears by {name}"] = ms(2.1)
-  _, verdict = load("gpu_kernels").of_candidate(parts, name, layers)
+  _, verdict = load("gpu_kernels").of_candidate(parts, tried, layers)
   assert verdict == "No row of choice.py should change."

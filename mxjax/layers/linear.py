@@ -11,6 +11,7 @@ from mxjax.layers.quantized_linear import (
   QuantizedLinear,
   input_gradient,
   quantized_products,
+  quantized_sum,
 )
 from mxjax.numerics import mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
@@ -283,6 +284,23 @@ def linear(
       rows, weight = x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)
       y = rounded(jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST)).T
       return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def linear_onto(
+  onto: jax.Array,
+  x: fused_inputs.Input,
+  weight: Weight,
+  *,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """Computes `onto + linear(x, weight)`, rounded once more, as a residual is added.
+
+  `onto` has the outputs' shape and dtype. A kernel may add in its own launch, with the
+  same roundings.
+  """
+  if isinstance(weight, QuantizedLinear):
+    return quantized_sum(onto, x, weight, implementation)
+  return rounded(onto + linear(x, weight, implementation=implementation))
 
 
 def linear_many(

@@ -16,11 +16,16 @@ from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import float32_sums, rounded
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
-from mxjax.pallas_kernels import choice
+from mxjax.pallas_kernels import choice, lowering
+from mxjax.pallas_kernels.mosaic import fused
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul_each
 from mxjax.pallas_kernels.refinement import fused_inputs
-from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
+from mxjax.pallas_kernels.refinement.a4_operands import (
+  a4_operands,
+  map_outside,
+  tables_of,
+)
 from mxjax.pallas_kernels.refinement.one_code import Form
 
 
@@ -187,21 +192,74 @@ def _by_xla(
   return rounded(float32_sums(decoded, operand).T.astype(x.dtype))
 
 
+def quantized_sum(
+  onto: jax.Array,
+  x: fused_inputs.Input,
+  weight: QuantizedLinear,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """Adds a quantized linear's outputs to an array; see `linear_onto`.
+
+  A product that adds in its own launch does so where `choice.product` chooses one. The
+  sum is rounded as that of two arrays is.
+  """
+  plain = lambda onto, x, weight: rounded(
+    onto + quantized_products(x, [weight], implementation)[0]
+  )
+  obstacle = _obstacle(x, weight)
+  resolved = implementations.choose(
+    "linear", implementation, native=None, pallas=obstacle
+  )
+  rows = math.prod(x.shape[:-1])
+  is_there = weight.float8_scale is not None
+  chosen = choice.product(rows, *weight.shape, has_float8=is_there)
+  is_alike = onto.dtype == x.dtype
+  if resolved not in ("pallas", "interpret") or not (chosen.adds and is_alike):
+    return plain(onto, x, weight)
+
+  def by_kernels(
+    onto: jax.Array, x: fused_inputs.Input, weight: QuantizedLinear
+  ) -> jax.Array:
+    flat = onto.reshape(rows, -1)
+    [made] = _by_kernels(
+      fused_inputs.flat(x), [weight], implementation, resolved, [flat]
+    )
+    return made.reshape(onto.shape)
+
+  return lowering.with_reference(by_kernels, plain, onto, x, weight)
+
+
 def _by_kernels(
   rows: fused_inputs.Input,
   weights: Sequence[QuantizedLinear],
   implementation: Implementation | None,
   resolved: Implementation,
+  onto: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
   # Materialized once for all linears, unless the kernel can compute the inputs itself.
   rows = fused_inputs.for_kernel(rows)
   how = {"dtype": rows.dtype, "implementation": implementation}
-  forms: list[Form] = [
+  may_refine = onto is None and _may_refine(rows, weights)
+  chosen = [
     choice.product(
-      rows.shape[0], *weight.shape, has_float8=weight.float8_scale is not None
-    ).inputs
+      rows.shape[0],
+      *weight.shape,
+      has_float8=weight.float8_scale is not None,
+      may_refine=may_refine,
+    )
     for weight in weights
   ]
+  if all(each is choice.FLOAT8_FUSED for each in chosen):
+    scales = [scale for weight in weights if (scale := weight.float8_scale) is not None]
+    return fused.products(
+      fused_inputs.as_array(rows),
+      [tables_of(weight.input_map, weight.rounding) for weight in weights],
+      [weight.weight for weight in weights],
+      scales,
+      dtype=rows.dtype,
+      interpret=resolved == "interpret",
+    )
+  forms: list[Form] = [each.inputs for each in chosen]
   outputs: dict[int, jax.Array] = {}
   # Linears whose operands have one form share a pass over the inputs and, with few
   # rows, a launch of the product.
@@ -210,15 +268,29 @@ def _by_kernels(
     some = [weights[place] for place in places]
     operators = [(weight.input_map, weight.rounding) for weight in some]
     operands = a4_operands(rows, operators, form, resolved)
-    if form == "float8":
+    if form.startswith("float8"):
       scales = [scale for weight in some if (scale := weight.float8_scale) is not None]
       made = float8_matmul_each(
         operands, [weight.weight for weight in some], scales, **how
       )
     else:
-      made = matmul.matmul_each(operands, [weight.weight for weight in some], **how)
+      made = matmul.matmul_each(
+        operands, [weight.weight for weight in some], onto=onto, **how
+      )
     outputs |= zip(places, made, strict=True)
   return [outputs[place] for place in range(len(weights))]
+
+
+def _may_refine(x: fused_inputs.Input, weights: Sequence[QuantizedLinear]) -> bool:
+  """Returns whether a product may refine these inputs for all of the linears."""
+  if x.dtype != jnp.bfloat16 or any(w.float8_scale is None for w in weights):
+    return False
+  if any(map_outside(weight.input_map) is not None for weight in weights):
+    return False
+  tables = [tables_of(weight.input_map, weight.rounding) for weight in weights]
+  outputs = [weight.shape[0] for weight in weights]
+  takes = [fused.obstacle((x.shape[0], x.shape[1]), each) is None for each in outputs]
+  return all(takes) and len(set(map(jax.tree.structure, tables))) == 1
 
 
 def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:

@@ -242,6 +242,102 @@ def take(ref: Any, index: jax.Array, *, layout: Any, interpret: bool) -> jax.Arr
   return emit(ref, index)
 
 
+def take_bytes(
+  ref: Any, place: jax.Array, *, layout: Any, interpret: bool
+) -> jax.Array:
+  """Reads elements of one byte of an array in global memory, in the shape of `place`.
+
+  `place` counts elements over all of the array. Integers come as int32, and float8,
+  which is E5M2, as float32.
+  """
+  is_float = jnp.issubdtype(ref.dtype, jnp.floating)
+  wide = jnp.float32 if is_float else jnp.int32
+  if interpret:
+    return ref[...].reshape(-1)[place].astype(wide)
+  result = gpu.ShapeDtypeStruct(place.shape, wide, layout=layout)
+
+  @gpu.inline_mgpu(arg_types=(gpu.RefType(), layout), return_type=result)
+  def emit(context: Any, memory: Any, places: Any) -> Any:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    byte, half, word = (ir.IntegerType.get_signless(n) for n in (8, 16, 32))
+    base = mgpu.utils.memref_ptr(memory)
+
+    def read(place: Any, _: Any) -> Any:
+      made = llvm.load(byte, mgpu.utils.getelementptr(base, [place], byte))
+      if not is_float:
+        return arith.extui(word, made)
+      # The byte is the upper half of a float16.
+      upper = arith.shli(arith.extui(half, made), mgpu.utils.c(8, half))
+      narrow = arith.bitcast(ir.F16Type.get(), upper)
+      return arith.extf(ir.F32Type.get(), narrow)
+
+    signed = mgpu.utils.is_signed(result.dtype)
+    return places.foreach(read, create_array=True, is_signed=signed)
+
+  return emit(ref, place)
+
+
+def put(
+  ref: Any, place: jax.Array, value: jax.Array, *, layout: Any, interpret: bool
+) -> None:
+  """Writes elements of an array in memory without transforms, where `place` is not < 0.
+
+  `place` counts elements over all of the array; both arrays are in `layout`.
+  """
+  if interpret:
+    flat = ref[...].reshape(-1)
+    # What is beyond the end is dropped.
+    where = jnp.where(place < 0, len(flat), place)
+    ref[...] = flat.at[where].set(value, mode="drop").reshape(ref.shape)
+    return
+
+  @gpu.inline_mgpu(arg_types=(gpu.RefType(), layout, layout))
+  def emit(context: Any, memory: Any, places: Any, values: Any) -> None:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    word = ir.IntegerType.get_signless(32)
+    base, zero = mgpu.utils.memref_ptr(memory), mgpu.utils.c(0, word)
+    bits = ir.IntegerType.get_signless(mgpu.utils.bitwidth(values.mlir_dtype))
+    registers = zip(places.registers.flat, values.registers.flat, strict=True)
+    for at, made in registers:
+      shape = ir.VectorType(at.type).shape if "vector" in str(at.type) else [1]
+      wide = ir.VectorType.get(shape, word)
+      narrow = ir.VectorType.get(shape, bits)
+      at, made = mgpu.utils.bitcast(at, wide), mgpu.utils.bitcast(made, narrow)
+      for i in range(shape[0]):
+        place = vector.extract(at, [], [i])
+        target = mgpu.utils.getelementptr(base, [place], bits)
+        exists = arith.cmpi(arith.CmpIPredicate.sge, place, zero)
+        with mgpu.utils.when(exists):
+          llvm.store(vector.extract(made, [], [i]), target)
+
+  emit(ref, place, value)
+
+
+def fence(*, interpret: bool) -> None:
+  """Orders a thread's stores to global memory and copies by TMA, its own or others'.
+
+  A copy belongs to another proxy, which a signal between programs does not order.
+  """
+  if interpret:
+    return
+
+  @gpu.inline_mgpu()
+  def emit(context: Any) -> None:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [], "fence.proxy.async.global;", "", has_side_effects=True)
+
+  emit()
+
+
 def tile(
   rows: int, columns: int, dtype: jax.typing.DTypeLike, *leading: int, swizzle: int = 0
 ) -> Any:

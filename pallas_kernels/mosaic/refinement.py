@@ -34,12 +34,13 @@ _PAIR = _BLOCK // 2
 def _is_changed(score: jax.Array, place: jax.Array) -> jax.Array:
   """Returns where a row changes: at its lowest score, the first of equal ones."""
   lowest = jnp.min(score, axis=1)
-  ties = jnp.where(score == _by_row(lowest), place, _BLOCK)
+  ties = jnp.where(score == by_row(lowest), place, _BLOCK)
   first = jnp.where(lowest < 0, jnp.min(ties, axis=1), _BLOCK)
-  return place == _by_row(first)
+  return place == by_row(first)
 
 
-def _by_row(column: jax.Array, width: int = _BLOCK) -> jax.Array:
+def by_row(column: jax.Array, width: int = _BLOCK) -> jax.Array:
+  """Repeats what a tile's rows have, `[64]`, for columns: `[64, width]`."""
   return lax.broadcast_in_dim(column, (ROWS, width), (0,))
 
 
@@ -49,8 +50,18 @@ def _iota(axis: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
-  """Static properties of a launch, and the program's place in it."""
+class Work:
+  """Static properties of a launch, and the program's place in it.
+
+  Attributes:
+    rows: Rows of the inputs.
+    repeats: Tiles of 64 rows that a program takes, at most.
+    has_map, has_gram, has_cross: Whether there are the map U, G and K.
+    changes: The most codes of a block that change.
+    rounds_up: Whether exponents are those of the scale rule `even`.
+    form: `codes`, `values` or `float8`.
+    interpret: Whether the kernel is interpreted.
+  """
 
   rows: int
   repeats: int
@@ -64,6 +75,7 @@ class _Work:
 
   @property
   def tiles(self) -> int:
+    """Returns the number of tiles of rows."""
     return -(-self.rows // ROWS)
 
   def start(self, step: jax.Array) -> jax.Array:
@@ -72,14 +84,14 @@ class _Work:
     return jnp.minimum(index * ROWS, self.rows - ROWS)
 
 
-def _narrow(x: jax.Array, work: _Work) -> jax.Array:
+def _narrow(x: jax.Array, work: Work) -> jax.Array:
   """Cuts float32 to bfloat16."""
   cut = lambda x: codec.from_bits(codec.bits(x) & codec.UPPER).astype(jnp.bfloat16)
   how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
   return device.on_pairs(pairs.UPPER_PTX, cut, x, **how)
 
 
-def _terms(table: jax.Array, work: _Work) -> list[jax.Array]:
+def _terms(table: jax.Array, work: Work) -> list[jax.Array]:
   """Returns three bfloat16 terms that add up to a float32 table, smallest first."""
   terms = []
   for _ in range(TERMS):
@@ -102,9 +114,9 @@ def _triangle(low: jax.Array, high: jax.Array, block: Any) -> jax.Array:
   return block * _PACKED + (low * (2 * _BLOCK - 1 - low) >> 1) + high
 
 
-def _prepare(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
+def prepare(refs: dict[str, Any], scratch: Any, work: Work, pair: jax.Array) -> None:
   """Writes the terms of U, G and M, and the curvatures, to shared memory."""
-  pair, how = lax.axis_index("pair"), {"interpret": work.interpret}
+  how = {"interpret": work.interpret}
   here = pl.ds(pair * ROWS, ROWS)
 
   def load(name: str) -> jax.Array:
@@ -137,7 +149,7 @@ def _prepare(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
 
 
 def _mapped(
-  terms: Sequence[jax.Array], scratch: Any, work: _Work, is_first: jax.Array
+  terms: Sequence[jax.Array], scratch: Any, work: Work, is_first: jax.Array
 ) -> jax.Array:
   """Multiplies both blocks' tables by U, float32 `[64, 32]`, from their terms.
 
@@ -159,7 +171,7 @@ def _mapped(
   return jnp.where(is_first, product(0), product(1))
 
 
-def _products(x: Any, block: int, scratch: Any, work: _Work) -> list[jax.Array]:
+def _products(x: Any, block: int, scratch: Any, work: Work) -> list[jax.Array]:
   """Returns U x and M x of a tile in shared memory, those that there are."""
   there = ("map", work.has_map), ("mismatch", work.has_gram)
   tables = [scratch[name].at[_of_block(block)] for name, is_there in there if is_there]
@@ -175,7 +187,7 @@ def _products(x: Any, block: int, scratch: Any, work: _Work) -> list[jax.Array]:
   return pl.run_scoped(run, *[gpu.ACC((ROWS, _BLOCK), jnp.float32)] * len(tables))
 
 
-def _pulled(nearest: jax.Array, block: int, scratch: Any, work: _Work) -> jax.Array:
+def _pulled(nearest: jax.Array, block: int, scratch: Any, work: Work) -> jax.Array:
   """Returns G q."""
 
   def run(acc: Any) -> jax.Array:
@@ -193,8 +205,8 @@ def _changed(before: jax.Array, slope: jax.Array, curves: Any) -> jax.Array:
   return jnp.where(_is_changed(score, _iota(1)), value, before)
 
 
-def _realize(
-  x: Any, block: int, scratch: Any, work: _Work
+def realize(
+  x: Any, block: int, scratch: Any, work: Work
 ) -> tuple[jax.Array, jax.Array]:
   """Realizes a tile: bfloat16 values in units of the scale, and exponents `[64]`."""
   products = _products(x, block, scratch, work) if work.has_map or work.has_gram else []
@@ -205,14 +217,14 @@ def _realize(
   how = {"rounds_up": work.rounds_up, "interpret": work.interpret}
   exponent = device.block_exponents(half, **how)
   words = device.words(half, interpret=work.interpret)
-  factor = _by_row(pairs.factor_words(exponent), _PAIR)
+  factor = by_row(pairs.factor_words(exponent), _PAIR)
   how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
   nearest = device.on_pairs(
     pairs.nearest_ptx(), pairs.nearest_values, words, factor, **how
   )
   if not work.has_gram:
     return nearest, exponent
-  inverse = _by_row(codec.inverse_scale_of(exponent))
+  inverse = by_row(codec.inverse_scale_of(exponent))
   slope = _pulled(nearest, block, scratch, work) - products[-1] * inverse
   before = nearest.astype(jnp.float32)
   layout = gpu.Layout.WGMMA.reduce(0)
@@ -225,8 +237,8 @@ def _realize(
   return _narrow(changed, work), exponent
 
 
-def _outputs(
-  values: jax.Array, exponent: jax.Array, work: _Work
+def outputs(
+  values: jax.Array, exponent: jax.Array, work: Work
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns a tile in the form that is asked for, and its scale bytes."""
   byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
@@ -234,9 +246,9 @@ def _outputs(
     how = {"layout": device.words_layout(), "interpret": work.interpret}
     return device.on_pairs(pairs.PACKED_PTX, pairs.packed_codes, values, **how), byte
   if work.form == "values":
-    return values * _by_row(codec.scale_of(exponent).astype(jnp.bfloat16)), None
+    return values * by_row(codec.scale_of(exponent).astype(jnp.bfloat16)), None
   scale = codec.scale_of(exponent)
-  factor = _by_row(jnp.where(float8.is_outside(exponent), 1.0, scale))
+  factor = by_row(jnp.where(float8.is_outside(exponent), 1.0, scale))
   return (values.astype(jnp.float32) * factor).astype(float8.FORM), byte
 
 
@@ -257,7 +269,7 @@ def _write(
   gpu.copy_smem_to_gmem(made, refs["out"].at[rows, columns])
 
 
-def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: _Work) -> None:
+def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: Work) -> None:
   pair = lax.axis_index("pair")
   count = jnp.minimum(work.repeats, work.tiles - lax.axis_index("part") * work.repeats)
 
@@ -269,7 +281,7 @@ def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: _Work) -
       gpu.copy_gmem_to_smem(source, target, scratch["arrived"].at[slot])
 
   fetch(jnp.int32(0))
-  _of_linear(lambda refs: _prepare(refs, scratch, work), each)
+  _of_linear(lambda refs: prepare(refs, scratch, work, pair), each)
   gpu.commit_smem()
 
   def run(step: jax.Array, carry: None) -> None:
@@ -283,7 +295,7 @@ def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: _Work) -
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
     for block in range(BLOCKS):
       part = scratch["x"].at[slot, block]
-      result, byte = _outputs(*_realize(part, block, scratch, work), work)
+      result, byte = outputs(*realize(part, block, scratch, work), work)
       scratch["out"][block] = result
       index = pair * BLOCKS + block
       gpu.commit_smem()
@@ -311,7 +323,7 @@ def launch(
   blocks, tiles = width // _BLOCK, -(-rows // ROWS)
   # Registers and shared memory allow three programs a multiprocessor at once.
   at_once = 3 * lowering.multiprocessors()
-  work = _Work(
+  work = Work(
     rows,
     -(-tiles // max(1, min(tiles, at_once * BLOCKS // (len(tables) * blocks)))),
     tables[0].matrix is not None,
@@ -322,51 +334,51 @@ def launch(
     form,
     interpret,
   )
-  inputs = [_inputs(each, width, work) for each in tables]
+  given = [inputs(each, width, work) for each in tables]
   array = jax.ShapeDtypeStruct
   share, dtype = {
     "codes": (2, jnp.uint8),
     "values": (1, jnp.bfloat16),
     "float8": (1, float8.FORM),
   }[form]
-  outputs = {"out": array((rows, width // share), dtype)}
+  made = {"out": array((rows, width // share), dtype)}
   if form != "values":
-    outputs["scales"] = array((rows, blocks), jnp.uint8)
+    made["scales"] = array((rows, blocks), jnp.uint8)
 
   def mxjax_one_code(*refs: Any, **scratch: Any) -> None:
     rest, each = iter(refs[1:]), [{} for _ in tables]
-    for names in (inputs[0], outputs):
+    for names in (given[0], made):
       for one in each:
         one |= {name: next(rest) for name in names}
     _kernel(refs[0], each, scratch, work)
 
   call = gpu.kernel(
     mxjax_one_code,
-    out_type=tuple(outputs.values()) * len(tables),
+    out_type=tuple(made.values()) * len(tables),
     scratch_types=_scratch(work, share, dtype),
     grid=(blocks // BLOCKS, -(-tiles // work.repeats), len(tables)),
     grid_names=("pair", "part", "linear"),
     interpret=device.mode(interpret),
   )
-  made = call(x, *(array for one in inputs for array in one.values()))
-  count, made = len(outputs), tuple(array[:wanted] for array in made)
-  return [made[i : i + count] for i in range(0, len(made), count)]
+  results = call(x, *(array for one in given for array in one.values()))
+  count, results = len(made), tuple(array[:wanted] for array in results)
+  return [results[i : i + count] for i in range(0, len(results), count)]
 
 
-def _inputs(tables: Any, width: int, work: _Work) -> dict[str, jax.Array]:
+def inputs(tables: Any, width: int, work: Work) -> dict[str, jax.Array]:
   """Returns the tables of a linear as the kernel reads them."""
-  inputs = {}
+  given = {}
   if work.has_map:
     shape = width // _BLOCK, _BLOCK, _BLOCK
-    inputs["matrix"] = jnp.broadcast_to(tables.matrix, shape).reshape(width, _BLOCK)
+    given["matrix"] = jnp.broadcast_to(tables.matrix, shape).reshape(width, _BLOCK)
   if work.has_gram:
-    inputs["gram"] = tables.gram.reshape(-1)
+    given["gram"] = tables.gram.reshape(-1)
   if work.has_cross:
-    inputs["cross"] = tables.cross.reshape(width, _BLOCK)
-  return inputs
+    given["cross"] = tables.cross.reshape(width, _BLOCK)
+  return given
 
 
-def _scratch(work: _Work, share: int, dtype: Any) -> dict[str, Any]:
+def _scratch(work: Work, share: int, dtype: Any) -> dict[str, Any]:
   """Returns the shared memory of a program."""
   three = device.tile(ROWS, TERMS * _BLOCK, jnp.bfloat16, swizzle=64)
   scratch = {

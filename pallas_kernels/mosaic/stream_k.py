@@ -82,10 +82,14 @@ class Work:
     width: int,
     dtype: jax.typing.DTypeLike,
     interpret: bool = False,
+    *,
+    most: int = STAGES,
+    reserved: int = 0,
   ) -> "Work":
     """Divides the products of `[rows, width]` by each of `[outputs, width]`.
 
     `dtype` is that of the results, bfloat16 or float32; `width` is a multiple of 512.
+    At most `most` steps are in flight, in shared memory less `reserved` bytes.
     """
     # Half of the registers of a compute group hold the sums of a tile of 256 rows.
     size = jnp.dtype(dtype).itemsize
@@ -95,8 +99,13 @@ class Work:
     total = tiles * sum(n // _ACROSS for n in outputs) * units
     # No more programs than the longest range needs: fewer tiles are then cut.
     longest = -(-total // lowering.multiprocessors())
-    left = _BYTES - GROUPS * OUTPUTS * tile * size - 3 * _ACROSS * _SCALES
-    stages = min(STAGES, left // (weights.COLUMNS * tile + _ACROSS * 4 * _WORDS))
+    left = (
+      _BYTES
+      - reserved
+      - GROUPS * OUTPUTS * tile * size
+      - (most // UNIT + 1) * _ACROSS * _SCALES
+    )
+    stages = min(most, left // (weights.COLUMNS * tile + _ACROSS * 4 * _WORDS))
     shape = tiles * tile, tile, tuple(outputs), units
     return cls(*shape, -(-total // longest), stages, interpret)
 
@@ -130,7 +139,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
   """What a program has of a tile: units `first` to `last`, and how many it did before.
 
   All but `work` are int32.
@@ -174,7 +183,7 @@ class _Part:
       begin += tiles
 
 
-def _walk(work: Work, take: Callable[[_Part], None]) -> None:
+def walk(work: Work, take: Callable[[Part], None]) -> None:
   """Takes the parts of this program's range, from the last tile to the first."""
   program = lax.axis_index("program")
   start, end = work.start(program), work.start(program + 1)
@@ -185,54 +194,94 @@ def _walk(work: Work, take: Callable[[_Part], None]) -> None:
     tile = newest - index
     top = jnp.minimum(end, (tile + 1) * work.units)
     first = jnp.maximum(start, tile * work.units) - tile * work.units
-    take(_Part(tile, first, top - tile * work.units, end - top, work))
+    take(Part(tile, first, top - tile * work.units, end - top, work))
     return carry
 
   lax.fori_loop(0, newest - oldest + 1, run, None)
 
 
-def _own(of_each: Any, linear: int) -> int:
-  """Returns where a linear's part of an array for each linear, or for all, is."""
-  return linear if of_each.shape[0] > 1 else 0
+def _own(of_each: Sequence[Any], linear: int) -> Any:
+  """Returns a linear's own of what each linear has, or all together."""
+  return of_each[linear if len(of_each) > 1 else 0]
 
 
-def _fetch(refs: dict[str, Any], s: dict[str, Any], part: _Part) -> None:
-  """Copies a part's operands to shared memory, step by step."""
-  work = part.work
-  rows = pl.ds(part.row, work.tile)
+def each_step(part: Part, run: Callable[[jax.Array, int], None]) -> None:
+  """Runs with every unit of a part and every step of it."""
 
-  def run(unit: jax.Array, carry: None) -> None:
+  def run_unit(unit: jax.Array, carry: None) -> None:
     for step in range(UNIT):
-      slot = part.slot(unit, step)
-
-      @pl.when(part.step(unit, step) >= work.stages)
-      def _(slot: jax.Array = slot) -> None:
-        gpu.barrier_wait(s["consumed"].at[slot])
-
-      def copy(
-        linear: int, output: jax.Array, step: int = step, slot: jax.Array = slot
-      ) -> None:
-        across, at = pl.ds(output, _ACROSS), unit * UNIT + step
-        if step == 0:
-          place, here = part.scale_slot(unit), pl.ds(unit * _SCALES, _SCALES)
-          source, arrived = refs["scales"][linear], s["scales_arrived"].at[place]
-          gpu.copy_gmem_to_smem(source.at[across, here], s["scales"].at[place], arrived)
-        arrived = s["arrived"].at[slot]
-        here = pl.ds(at * weights.COLUMNS, weights.COLUMNS)
-        source = refs["x"].at[_own(refs["x"], linear), rows, here]
-        gpu.copy_gmem_to_smem(source, s["x"].at[slot], arrived)
-        here = pl.ds(at * _WORDS, _WORDS)
-        source = refs["words"][linear].at[across, here]
-        gpu.copy_gmem_to_smem(source, s["words"].at[slot], arrived)
-
-      part.of_linear(copy)
+      run(unit, step)
     return carry
 
-  lax.fori_loop(part.first, part.last, run, None)
+  lax.fori_loop(part.first, part.last, run_unit, None)
+
+
+def await_slot(s: dict[str, Any], part: Part, unit: jax.Array, step: int) -> None:
+  """Waits until the slot of a step is free; the first steps find theirs so."""
+
+  @pl.when(part.step(unit, step) >= part.work.stages)
+  def _() -> None:
+    gpu.barrier_wait(s["consumed"].at[part.slot(unit, step)])
+
+
+def copy_weights(
+  refs: dict[str, Any], s: dict[str, Any], part: Part, unit: jax.Array, step: int
+) -> None:
+  """Starts the copy of a step's weights, and with a unit's first of its scales."""
+  slot = part.slot(unit, step)
+
+  def copy(linear: int, output: jax.Array) -> None:
+    across, at = pl.ds(output, _ACROSS), unit * UNIT + step
+    if step == 0:
+      place, here = part.scale_slot(unit), pl.ds(unit * _SCALES, _SCALES)
+      source, arrived = refs["scales"][linear], s["scales_arrived"].at[place]
+      gpu.copy_gmem_to_smem(source.at[across, here], s["scales"].at[place], arrived)
+    here = pl.ds(at * _WORDS, _WORDS)
+    source = refs["words"][linear].at[across, here]
+    gpu.copy_gmem_to_smem(source, s["words"].at[slot], s["arrived"].at[slot])
+
+  part.of_linear(copy)
+
+
+def copy_inputs(
+  refs: dict[str, Any], s: dict[str, Any], part: Part, unit: jax.Array, step: int
+) -> None:
+  """Starts the copy of a step's inputs."""
+  slot, rows = part.slot(unit, step), pl.ds(part.row, part.work.tile)
+
+  def copy(linear: int, output: jax.Array) -> None:
+    del output
+    here = pl.ds((unit * UNIT + step) * weights.COLUMNS, weights.COLUMNS)
+    source = _own(refs["x"], linear).at[rows, here]
+    gpu.copy_gmem_to_smem(source, s["x"].at[slot], s["arrived"].at[slot])
+
+  part.of_linear(copy)
+
+
+def _fetch(refs: dict[str, Any], s: dict[str, Any], part: Part) -> None:
+  """Copies a part's operands to shared memory, step by step."""
+
+  def copy(unit: jax.Array, step: int) -> None:
+    await_slot(s, part, unit, step)
+    copy_weights(refs, s, part, unit, step)
+    copy_inputs(refs, s, part, unit, step)
+
+  each_step(part, copy)
+
+
+def end_fetching(s: dict[str, Any], work: Work) -> None:
+  """Waits for what was not waited for: a barrier may not end with an arrival."""
+  program = lax.axis_index("program")
+  steps = (work.start(program + 1) - work.start(program)) * UNIT
+  for slot in range(work.stages):
+
+    @pl.when(steps > slot)
+    def _(slot: int = slot) -> None:
+      gpu.barrier_wait(s["consumed"].at[slot])
 
 
 def _sum(
-  s: dict[str, Any], part: _Part, group: jax.Array, unit_byte: jax.Array
+  s: dict[str, Any], part: Part, group: jax.Array, unit_byte: jax.Array
 ) -> jax.Array:
   """Computes a warp group's sums of a part, float32 `[64 outputs, rows]`."""
   work = part.work
@@ -294,7 +343,7 @@ def _sum(
 
 
 def _with_earlier(
-  total: jax.Array, refs: dict[str, Any], part: _Part, group: jax.Array, ready: Any
+  total: jax.Array, refs: dict[str, Any], part: Part, group: jax.Array, ready: Any
 ) -> jax.Array:
   """Adds to a tile's last part those of earlier programs, in their order."""
   program = lax.axis_index("program")
@@ -308,10 +357,19 @@ def _with_earlier(
   return lax.fori_loop(jnp.minimum(first, program), program, add, total)
 
 
-def _compute(
-  refs: dict[str, Any], s: dict[str, Any], part: _Part, group: jax.Array, ready: Any
+def compute(
+  refs: dict[str, Any],
+  s: dict[str, Any],
+  part: Part,
+  group: jax.Array,
+  ready: Any,
+  is_shifted: jax.Array | None = None,
 ) -> None:
-  """Computes a part, and writes it or the tile that it ends."""
+  """Computes a part, and writes it or the tile that it ends.
+
+  `ready` are the signals that parts were written, or None; `is_shifted`, a scalar, says
+  whether rows have units that are not one, and None that this is not known.
+  """
   work = part.work
   unit = refs["unit"][0][0]
   unit_byte = refs["unit_bits"][0][0]
@@ -337,8 +395,11 @@ def _compute(
 
     def write(linear: int, output: jax.Array) -> None:
       rows = pl.ds(part.row, work.tile)
-      source = refs["row_unit"].at[_own(refs["row_unit"], linear), rows]
+      source = _own(refs["row_unit"], linear).at[rows]
       row = device.load(source, gpu.Layout.WGMMA.reduce(0))
+      if is_shifted is not None:
+        is_its = lax.broadcast_in_dim(is_shifted, row.shape, ()) > 0
+        row = jnp.where(is_its, row, 1.0)
       made = y * lax.broadcast_in_dim(row, y.shape, (1,))
       out = refs["out"][linear]
       made = gpu.layout_cast(made.astype(out.dtype), gpu.Layout.WGMMA_TRANSPOSED)
@@ -360,24 +421,17 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
   @pl.when(group == GROUPS)
   def _() -> None:
     gpu.set_max_registers(40, action="decrease")
-    _walk(work, functools.partial(_fetch, refs, s))
-    # A barrier may not end with an arrival that nothing waited for.
-    program = lax.axis_index("program")
-    steps = (work.start(program + 1) - work.start(program)) * UNIT
-    for slot in range(work.stages):
-
-      @pl.when(steps > slot)
-      def _(slot: int = slot) -> None:
-        gpu.barrier_wait(s["consumed"].at[slot])
+    walk(work, functools.partial(_fetch, refs, s))
+    end_fetching(s, work)
 
   @pl.when(group < GROUPS)
   def _() -> None:
     gpu.set_max_registers(232, action="increase")
-    _walk(work, lambda part: _compute(refs, s, part, group, ready))
+    walk(work, lambda part: compute(refs, s, part, group, ready))
     gpu.wait_smem_to_gmem(0)
 
 
-def _scratch(work: Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+def scratch_of(work: Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
   """Returns the shared memory of a program."""
   scratch = {
     "x": device.tile(work.tile, weights.COLUMNS, x.dtype, work.stages),
@@ -405,10 +459,10 @@ def obstacle(shape: tuple[int, int], outputs: int) -> str | None:
 
 
 def float8_products(
-  x: jax.Array,
+  xs: Sequence[jax.Array],
   tensors: Sequence[mxfp4.MXTensor],
   units: Sequence[jax.Array],
-  row_unit: jax.Array,
+  row_units: Sequence[jax.Array],
   *,
   dtype: jax.typing.DTypeLike,
   interpret: bool = False,
@@ -416,37 +470,39 @@ def float8_products(
   """Multiplies E5M2 inputs by packed weights that float8 holds, in one launch.
 
   Args:
-    x: Inputs `[l, n, d]`, E5M2, of each linear or, with l = 1, of all; see `obstacle`.
+    xs: Inputs `[n, d]` of each linear or, if there are only one, of all: E5M2 in the
+      order of `float8.in_order_of_blocks`; see `obstacle`.
     tensors: Packed weights `[m, d]`, each with an m of its own.
     units: Their scales, float32 scalars, from `mxfp4_decode.float8_range`.
-    row_unit: What the rows of the results are multiplied by, float32 `[l, n]`.
+    row_units: What the rows of the results are multiplied by, float32 `[n]`, for each
+      of `xs`.
     dtype: Of the results, float32 or bfloat16; the sums are rounded to it once.
     interpret: Whether the kernel is interpreted.
 
   Returns:
     The product of each linear, `[n, m]`.
   """
-  _, wanted, width = x.shape
+  wanted, width = xs[0].shape
   outputs = [tensor.shape[0] for tensor in tensors]
   work = Work.of(wanted, outputs, width, dtype, interpret)
-  extra = (0, work.rows - wanted)
+  padded = lambda a: jnp.pad(a, ((0, work.rows - wanted), *((0, 0),) * (a.ndim - 1)))
   view = lambda a: lax.bitcast_convert_type(a, jnp.int32)
   inputs = {
+    "x": [padded(x) for x in xs],
+    "row_unit": [padded(unit) for unit in row_units],
     "words": [view(each.codes.reshape(len(each.codes), -1, 4)) for each in tensors],
     "scales": [each.scales for each in tensors],
     "unit": [unit.reshape(1) for unit in units],
     "unit_bits": [view(unit.reshape(1)) for unit in units],
   }
 
-  def mxjax_float8_stream_k(
-    x: Any, row_unit: Any, /, *others: Any, **scratch: Any
-  ) -> None:
-    rest = iter(others)
+  def mxjax_float8_stream_k(*operands: Any, **scratch: Any) -> None:
+    rest = iter(operands)
     refs: dict[str, Any] = {
-      name: [next(rest) for _ in tensors] for name in [*inputs, "out"]
+      name: [next(rest) for _ in each] for name, each in inputs.items()
     }
-    shared = {"x": x, "row_unit": row_unit, "parts": next(rest)}
-    _kernel(refs | shared, scratch, work)
+    refs |= {"out": [next(rest) for _ in tensors], "parts": next(rest)}
+    _kernel(refs, scratch, work)
 
   array = jax.ShapeDtypeStruct
   results = [array((work.rows, m), dtype) for m in outputs]
@@ -454,16 +510,12 @@ def float8_products(
   call = gpu.kernel(
     mxjax_float8_stream_k,
     out_type=(*results, parts),
-    scratch_types=_scratch(work, x, dtype),
+    scratch_types=scratch_of(work, xs[0], dtype),
     grid=(work.programs,),
     grid_names=("program",),
     num_threads=GROUPS + 1,
     thread_name="group",
     interpret=device.mode(interpret),
   )
-  *products, _ = call(
-    jnp.pad(weights.in_order_of_blocks(x), ((0, 0), extra, (0, 0))),
-    jnp.pad(row_unit, ((0, 0), extra)),
-    *(each for arrays in inputs.values() for each in arrays),
-  )
+  *products, _ = call(*(each for arrays in inputs.values() for each in arrays))
   return [product[:wanted] for product in products]

@@ -18,13 +18,10 @@ from mxjax.pallas_kernels import codec
 from mxjax.pallas_kernels.mosaic import device
 from mxjax.pallas_kernels.mosaic.device import gpu
 from mxjax.pallas_kernels.products import float8
+from mxjax.pallas_kernels.products.float8 import BLOCKS, WORDS, in_order_of_blocks
 
-WORDS = mxfp4.BLOCK_SIZE // 4
-"""Words of a block."""
-BLOCKS = 4
-"""Blocks of a step: their scale bytes are one 32-bit word."""
 COLUMNS = BLOCKS * mxfp4.BLOCK_SIZE
-"""Columns of a step."""
+"""Columns of a step: the scale bytes of its blocks are one 32-bit word."""
 
 FLOAT8_PTX = """{
   .reg .b32 index, value, sign;
@@ -137,15 +134,6 @@ def as_float8(
   return [
     device.by_ptx(FLOAT8_PTX, float8_values, *operands, **how, interpret=interpret)
   ]
-
-
-def in_order_of_blocks(x: jax.Array) -> jax.Array:
-  """Reorders columns of inputs `[..., n, d]` as `by_blocks` does those of weights.
-
-  The dtype is any; d is a multiple of 128, whose columns stay together.
-  """
-  parts = x.reshape(*x.shape[:-1], x.shape[-1] // COLUMNS, BLOCKS, WORDS, 4)
-  return parts.swapaxes(-3, -2).reshape(x.shape)
 
 
 def _half_values(word: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

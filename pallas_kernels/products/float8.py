@@ -19,6 +19,23 @@ from mxjax.pallas_kernels import codec
 FORM = jnp.float8_e5m2
 LOWEST, HIGHEST = -15, 13
 """0.5 * 2^-15 is the smallest number of E5M2, and 6 * 2^13 is below the largest."""
+_LEAST = -126
+"""Exponent of the smallest float32 that no processor flushes to zero."""
+
+
+WORDS = mxfp4.BLOCK_SIZE // 4
+"""Words of a block: 16 bits with four codes, or 32 with four values in float8."""
+BLOCKS = 4
+"""Blocks whose columns `in_order_of_blocks` brings together."""
+
+
+def in_order_of_blocks(x: jax.Array) -> jax.Array:
+  """Brings the n-th words of every four blocks together, in `[..., n, d]`.
+
+  The dtype is any; d is a multiple of 128, whose columns stay together.
+  """
+  parts = x.reshape(*x.shape[:-1], -1, BLOCKS, WORDS, 4)
+  return parts.swapaxes(-3, -2).reshape(x.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -29,10 +46,13 @@ class Float8Inputs:
   Attributes:
     values: E5M2 `[n, d]`; a block outside the range is in units of its scale.
     scales: The scale bytes, uint8 `[n, d / 32]`.
+    is_by_blocks: Whether the columns of `values` come in the order of
+      `in_order_of_blocks` (static).
   """
 
   values: jax.Array
   scales: jax.Array
+  is_by_blocks: bool = dataclasses.field(default=False, metadata={"static": True})
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -42,7 +62,22 @@ class Float8Inputs:
   def decoded(self) -> jax.Array:
     """Decodes to bfloat16 `[n, d]`, exactly."""
     unit = jnp.repeat(own_unit(exponents(self.scales)), mxfp4.BLOCK_SIZE, axis=1)
-    return (self.values.astype(jnp.float32) * unit).astype(jnp.bfloat16)
+    values = self.in_order().values
+    return (values.astype(jnp.float32) * unit).astype(jnp.bfloat16)
+
+  def by_blocks(self) -> "Float8Inputs":
+    """Returns the inputs in the order of `in_order_of_blocks`; d is its multiple."""
+    if self.is_by_blocks:
+      return self
+    return Float8Inputs(in_order_of_blocks(self.values), self.scales, True)
+
+  def in_order(self) -> "Float8Inputs":
+    """Returns the inputs in the order of their columns."""
+    if not self.is_by_blocks:
+      return self
+    shape = *self.values.shape[:-1], -1, WORDS, BLOCKS, 4
+    values = self.values.reshape(shape).swapaxes(-3, -2).reshape(self.values.shape)
+    return Float8Inputs(values, self.scales)
 
 
 def exponents(scales: jax.Array) -> jax.Array:
@@ -86,3 +121,27 @@ def to_byte(values: jax.Array) -> jax.Array:
   """
   half = lax.bitcast_convert_type(values.astype(jnp.float16), jnp.int16)
   return ((half + 128) >> 8).astype(jnp.uint8)
+
+
+def shift_of(outside: jax.Array, top: jax.Array) -> jax.Array:
+  """Returns the exponents by which rows are multiplied, int32; 0 for most rows.
+
+  `outside` says whether a row has a block outside the range, and `top` is its largest
+  exponent. The inverse of the shift is a float32 that is not subnormal.
+  """
+  return jnp.where(outside, HIGHEST - jnp.maximum(top, HIGHEST + _LEAST), 0)
+
+
+def row_unit(shift: jax.Array, top: jax.Array) -> jax.Array:
+  """Returns the inverses of the shifts, float32; NaN for rows that are not finite."""
+  is_finite = top < mxfp4.NOT_FINITE - mxfp4.SCALE_BIAS
+  return jnp.where(is_finite, codec.scale_of(-shift), jnp.nan)
+
+
+def shifted_values(
+  values: jax.Array, exponent: jax.Array, shift: jax.Array
+) -> jax.Array:
+  """Shifts float32 values of blocks, given the exponents of their scales."""
+  # Blocks outside are in units of their scale.
+  own = jnp.where(is_outside(exponent), exponent, 0) + shift
+  return values * codec.scale_of(jnp.clip(own, _LEAST, mxfp4.SCALE_BIAS))

@@ -33,8 +33,6 @@ _SCALES = 64
 """Scales of a row that are checked per step."""
 _PROGRAMS = 4
 """Programs that share the columns of a tile of rows."""
-_LEAST = -126
-"""Exponent of the smallest float32 that no processor flushes to zero."""
 
 
 def _part(step: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
@@ -43,36 +41,19 @@ def _part(step: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None
   return lowering.columns(step * size, size), exists if total % size else None
 
 
-def _shift(outside: jax.Array, top: jax.Array) -> jax.Array:
-  """Returns the exponents by which rows are multiplied, int32; 0 for most rows.
-
-  `outside` says whether a row has a block outside the range, and `top` is its largest
-  exponent. The inverse of the shift is a float32 that is not subnormal.
-  """
-  return jnp.where(
-    outside, float8.HIGHEST - jnp.maximum(top, float8.HIGHEST + _LEAST), 0
-  )
-
-
-def _row_unit(shift: jax.Array, top: jax.Array) -> jax.Array:
-  """Returns the inverses of the shifts, float32; NaN for rows that are not finite."""
-  is_finite = top < mxfp4.NOT_FINITE - mxfp4.SCALE_BIAS
-  return jnp.where(is_finite, codec.scale_of(-shift), jnp.nan)
-
-
-def _shifted(values: jax.Array, exponent: jax.Array, shift: jax.Array) -> jax.Array:
-  """Shifts float32 values of blocks, given the exponents of their scales."""
-  # Blocks outside are in units of their scale, see `float8.py`.
-  own = jnp.where(float8.is_outside(exponent), exponent, 0) + shift
-  return values * codec.scale_of(jnp.clip(own, _LEAST, mxfp4.SCALE_BIAS))
-
-
 def _shift_kernel(
-  byte_ref: Any, scales_ref: Any, out_ref: Any, unit_ref: Any, *, rows: int, width: int
+  byte_ref: Any,
+  scales_ref: Any,
+  out_ref: Any,
+  unit_ref: Any,
+  *,
+  place: tuple[jax.Array, jax.Array],
+  rows: int,
+  width: int,
+  is_by_blocks: bool,
 ) -> None:
   """Shifts some columns of a tile of rows in place; `out_ref` is `byte_ref`."""
-  exists = lowering.tail_mask(rows, _ROWS, lowering.program_id(0))
-  share = lowering.program_id(1)
+  exists, share = lowering.tail_mask(rows, _ROWS, place[0]), place[1]
   blocks, steps = width // mxfp4.BLOCK_SIZE, -(-width // _COLUMNS)
 
   def look(step: jax.Array, before: Any) -> Any:
@@ -85,10 +66,10 @@ def _shift_kernel(
 
   none = jnp.zeros(_ROWS, jnp.int32), jnp.full(_ROWS, -mxfp4.SCALE_BIAS, jnp.int32)
   outside, top = lax.fori_loop(0, -(-blocks // _SCALES), look, none)
-  shift = _shift(outside > 0, top)
+  shift = float8.shift_of(outside > 0, top)
   is_first = (share + 0 * shift) == 0
   its = is_first if exists is None else is_first & exists
-  lowering.store(unit_ref, _row_unit(shift, top), its)
+  lowering.store(unit_ref, float8.row_unit(shift, top), its)
 
   def move(step: jax.Array, carry: None) -> None:
     at = share + step * _PROGRAMS
@@ -96,8 +77,8 @@ def _shift_kernel(
     its_blocks, has_block = _part(at, _COLUMNS // mxfp4.BLOCK_SIZE, blocks)
     byte = lowering.load(byte_ref.at[:, here], exists, has_column).astype(jnp.int16)
     scale = lowering.load(scales_ref.at[:, its_blocks], exists, has_block)
-    exponent = codec.spread(float8.exponents(scale), mxfp4.BLOCK_SIZE)
-    value = _shifted(float8.from_byte(byte), exponent, shift[:, None])
+    exponent = _spread(float8.exponents(scale), is_by_blocks)
+    value = float8.shifted_values(float8.from_byte(byte), exponent, shift[:, None])
     # Rows that stay are not stored, so that their bits do not depend on others.
     lowering.store(out_ref.at[:, here], float8.to_byte(value), outside > 0, has_column)
     return carry
@@ -107,44 +88,74 @@ def _shift_kernel(
     lax.fori_loop(0, (steps - share + _PROGRAMS - 1) // _PROGRAMS, move, None)
 
 
-def shifted(x: Float8Inputs, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-  """Takes all rows of `[n, d]` into E5M2's range by powers of two of their own.
+def _spread(exponent: jax.Array, is_by_blocks: bool) -> jax.Array:
+  """Repeats exponents `[rows, blocks]` for the columns of their blocks."""
+  if not is_by_blocks:
+    return codec.spread(exponent, mxfp4.BLOCK_SIZE)
+  groups = exponent.reshape(len(exponent), -1, 1, float8.BLOCKS, 1)
+  each = float8.WORDS, float8.BLOCKS, 4
+  return jnp.broadcast_to(groups, (*groups.shape[:2], *each)).reshape(len(exponent), -1)
 
-  Returns E5M2 values `[n, d]`, and what a row's products are to be multiplied by,
-  float32 `[n]`: 1 for a row without a block outside the range, whose values stay.
+
+def shifted(x: Float8Inputs, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+  """Takes all rows of `[n, d]` into E5M2's range; see `shifted_each`."""
+  return shifted_each([x], interpret=interpret)[0]
+
+
+def shifted_each(
+  xs: Sequence[Float8Inputs], *, interpret: bool = False
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Takes all rows into E5M2's range by powers of two of their own, in one launch.
+
+  Inputs have one shape `[n, d]` and order. Returns for each E5M2 values `[n, d]`, and
+  what a row's products are to be multiplied by, float32 `[n]`: 1 for a row without a
+  block outside the range, whose values stay.
   """
-  rows, width = x.shape
+  rows, width = xs[0].shape
+  is_by_blocks = xs[0].is_by_blocks
   covered = lambda size, unit: -(-size // unit) * unit
   row = lambda *columns: lowering.BlockSpec(
-    (_ROWS, *columns), lambda i, j: (i, *(0 for _ in columns))
+    (_ROWS, *columns), lambda i, j, _: (i, *(0 for _ in columns))
   )
   byte = row(covered(width, _COLUMNS))
   array = jax.ShapeDtypeStruct
-  moved, unit = lowering.launch(
-    functools.partial(_shift_kernel, rows=rows, width=width),
-    lax.bitcast_convert_type(x.values, jnp.uint8),
-    x.scales,
+  scales = row(covered(width // mxfp4.BLOCK_SIZE, _SCALES))
+  made = array((rows, width), jnp.uint8), array((rows,), jnp.float32)
+  how = {"rows": rows, "width": width, "is_by_blocks": is_by_blocks}
+
+  def kernel(operands: Any, *results: Any) -> None:
+    *place, linear = map(lowering.program_id, range(3))
+    one = functools.partial(_shift_kernel, place=tuple(place), **how)
+    each = zip(operands, results, strict=True)
+    branches = [functools.partial(one, *given, *to) for given, to in each]
+    lowering.switch(linear, branches)
+
+  view = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
+  count = len(xs)
+  results = lowering.launch(
+    kernel,
+    [(view(x.values), x.scales) for x in xs],
     name="float8_shift",
-    grid=(-(-rows // _ROWS), min(_PROGRAMS, -(-width // _COLUMNS))),
-    in_specs=[byte, row(covered(width // mxfp4.BLOCK_SIZE, _SCALES))],
-    out_specs=[byte, row()],
-    out_shape=[array((rows, width), jnp.uint8), array((rows,), jnp.float32)],
-    in_place={0: 0},
+    grid=(-(-rows // _ROWS), min(_PROGRAMS, -(-width // _COLUMNS)), count),
+    in_specs=[[(byte, scales)] * count],
+    out_specs=[(byte, row())] * count,
+    out_shape=[made] * count,
+    in_place={2 * i: 2 * i for i in range(count)},
     warps=4,
     interpret=interpret,
   )
-  return lax.bitcast_convert_type(moved, float8.FORM), unit
+  return [(lax.bitcast_convert_type(a, float8.FORM), unit) for a, unit in results]
 
 
 def _shifted_by_xla(x: Float8Inputs) -> tuple[jax.Array, jax.Array]:
   """Computes `shifted` without a kernel."""
   exponent = float8.exponents(x.scales)
   outside, top = float8.is_outside(exponent).any(axis=1), exponent.max(axis=1)
-  shift = _shift(outside, top)
-  wide = jnp.repeat(exponent, mxfp4.BLOCK_SIZE, axis=1)
-  moved = _shifted(x.values.astype(jnp.float32), wide, shift[:, None])
+  shift = float8.shift_of(outside, top)
+  wide = _spread(exponent, x.is_by_blocks)
+  moved = float8.shifted_values(x.values.astype(jnp.float32), wide, shift[:, None])
   moved = lax.bitcast_convert_type(float8.to_byte(moved), float8.FORM)
-  return jnp.where(outside[:, None], moved, x.values), _row_unit(shift, top)
+  return jnp.where(outside[:, None], moved, x.values), float8.row_unit(shift, top)
 
 
 def float8_matmul(
@@ -222,21 +233,13 @@ def _together(
   dtype: jax.typing.DTypeLike,
   interpret: bool,
 ) -> list[jax.Array]:
-  """Multiplies by the stream-K form; XLA shifts and reorders the inputs of all."""
-  rows, width = xs[0].shape
+  """Multiplies by the stream-K form; one launch shifts the inputs of all."""
   # What all share is shifted once.
   xs = xs[:1] if all(x is xs[0] for x in xs) else xs
-  values, scales = (
-    jnp.concatenate([getattr(x, name) for x in xs]) for name in ("values", "scales")
-  )
-  moved, by_row = _shifted_by_xla(Float8Inputs(values, scales))
+  each = shifted_each([x.by_blocks() for x in xs], interpret=interpret)
+  moved, by_row = zip(*each, strict=True)
   return stream_k.float8_products(
-    moved.reshape(len(xs), rows, width),
-    tensors,
-    units,
-    by_row.reshape(len(xs), rows),
-    dtype=dtype,
-    interpret=interpret,
+    moved, tensors, units, by_row, dtype=dtype, interpret=interpret
   )
 
 
@@ -251,6 +254,7 @@ def _alone(
 ) -> jax.Array:
   """Multiplies by a launch of its own, or by the library."""
   interpret = implementation == "interpret"
+  x = x.in_order()
   moved, by_row = (
     _shifted_by_xla(x) if implementation == "xla" else shifted(x, interpret=interpret)
   )

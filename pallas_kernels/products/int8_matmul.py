@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.products.int8 import UNIT, Int8Inputs
 from mxjax.pallas_kernels.products.output_tiles import OutputTiles
@@ -53,6 +54,19 @@ class Tile:
     steps = -(-width // (cls.blocks * mxfp4.BLOCK_SIZE))
     return cls(splits=lowering.shares(tiles, steps, at_once=8))
 
+  @classmethod
+  def undivided(cls, outputs: Sequence[int], width: int) -> "Tile":
+    """Returns a tile for the same linears of which no two programs share the columns.
+
+    Twice the threads take many columns of few outputs, as many values each as by `of`.
+    The sums end within the program, which may then add to them.
+    """
+    tile = cls.of(outputs, width)
+    if tile.splits == 1:
+      return tile
+    blocks = min(128, 1 << (width // mxfp4.BLOCK_SIZE - 1).bit_length())
+    return cls(2 * cls.outputs * cls.blocks // blocks, blocks, warps=2 * cls.warps)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Work(OutputTiles):
@@ -63,6 +77,7 @@ class _Work(OutputTiles):
   width: int
   outputs: tuple[int, ...]
   interpret: bool
+  dtype: jax.typing.DTypeLike = jnp.float32
 
   @property
   def steps(self) -> int:
@@ -158,6 +173,7 @@ def _output_tile(
   x_refs: tuple[Any, Any],
   codes_ref: Any,
   scales_ref: Any,
+  onto_ref: Any,
   out_ref: Any,
   place: tuple[jax.Array, jax.Array],
   linear: int,
@@ -216,18 +232,29 @@ def _output_tile(
   _, totals = lax.fori_loop(0, steps, add, (first, [zeros] * work.rows))
   for row, total in enumerate(totals):
     y = UNIT * UNIT * jnp.sum(total, axis=1)
-    lowering.store(out_ref.at[jnp.int32(row), :], y.astype(out_ref.dtype), mine)
+    here = jnp.int32(row)
+    if onto_ref is not None:
+      # What is added is what would have been written.
+      y = _rounded(y, work).astype(jnp.float32)
+      y += lowering.load(onto_ref.at[here, :], mine).astype(jnp.float32)
+    lowering.store(out_ref.at[here, :], y.astype(out_ref.dtype), mine)
+
+
+def _rounded(y: jax.Array, work: _Work) -> jax.Array:
+  """Rounds sums to the results' dtype, which a compiler would leave out on a CPU."""
+  narrow = y.astype(work.dtype)
+  return rounded(narrow) if work.interpret else narrow
 
 
 def _operands(
-  x: Int8Inputs, weight: mxfp4.MXTensor
-) -> tuple[Any, jax.Array, jax.Array]:
-  """Returns one linear's parts of x, words of the weight and its scales."""
+  x: Int8Inputs, weight: mxfp4.MXTensor, onto: jax.Array | None
+) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
+  """Returns one linear's parts of x, words of the weight, its scales, and `onto`."""
   view = lambda a: lax.bitcast_convert_type(a.reshape(len(a), -1, 4), jnp.int32)
-  return (view(x.values), x.scales), view(weight.codes), weight.scales
+  return (view(x.values), x.scales), view(weight.codes), weight.scales, onto
 
 
-def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
+def _specs(linear: int, adds: bool, work: _Work) -> tuple[Any, lowering.BlockSpec]:
   """Returns block specs of `_operands` and of the output."""
   tile, spec = work.tile, lowering.BlockSpec
   blocks = work.steps * tile.blocks
@@ -238,7 +265,8 @@ def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
     spec((tile.outputs, n), lambda i, j: (here(i), 0)) for n in sizes(WORDS, 1)
   )
   out = spec((None, work.rows, tile.outputs), lambda i, j: (j, 0, here(i)))
-  return (x, *weight), out
+  onto = spec((work.rows, tile.outputs), lambda i, j: (0, here(i))) if adds else None
+  return (x, *weight, onto), out
 
 
 def launch(
@@ -247,20 +275,25 @@ def launch(
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   tile: Tile | None = None,
+  onto: Sequence[jax.Array] | None = None,
   interpret: bool = False,
 ) -> list[jax.Array]:
   """Runs the kernel on each x `[n, d]` and W `[m, d]`; returns `[n, m]` for each.
 
-  All x have one shape; the number of outputs may differ.
+  All x have one shape; the number of outputs may differ. `onto` has for each what its
+  result, rounded to `dtype`, is added to, `[n, m]` in `dtype`; the tile must then be
+  undivided.
   """
   (rows, width), outputs = inputs[0].shape, tuple(w.shape[0] for w in weights)
   tile = Tile.of(outputs, width) if tile is None else tile
-  work = _Work(tile, rows, width, outputs, interpret)
-  specs = [_specs(i, work) for i in range(len(outputs))]
+  assert onto is None or tile.splits == 1
+  added = onto or [None] * len(outputs)
+  work = _Work(tile, rows, width, outputs, interpret, dtype)
+  specs = [_specs(i, onto is not None, work) for i in range(len(outputs))]
   partial_dtype = dtype if tile.splits == 1 else jnp.float32
   partials = lowering.launch(
     functools.partial(_kernel, work=work),
-    tuple(map(_operands, inputs, weights)),
+    tuple(map(_operands, inputs, weights, added)),
     name="mxfp4_int8_matmul",
     grid=(work.first(len(outputs)), tile.splits),
     in_specs=[tuple(operands for operands, _ in specs)],

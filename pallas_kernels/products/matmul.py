@@ -270,6 +270,7 @@ def matmul_each(
   weights: Sequence[mxfp4.MXTensor],
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
+  onto: Sequence[jax.Array] | None = None,
   implementation: Implementation | None = None,
 ) -> list[jax.Array]:
   """Computes `x @ decode(weight).T` of each pair with float32 sums, in one launch.
@@ -280,6 +281,8 @@ def matmul_each(
     weights: Packed, each `[m, d]`, by the paper's scale rule; other widths are a
       ValueError.
     dtype: Dtype of the results.
+    onto: What the results, once rounded, are added to, `[n, m]` in `dtype` for each
+      pair; or None. Only where `choice.product` chooses a product that adds.
     implementation: See `implementations.choose`; None also takes the library's products
       where `choice.product` does.
 
@@ -294,13 +297,16 @@ def matmul_each(
     implementation,
     pallas=None if rows else "x has no rows",
   )
-  has_many = choice.product(rows, *weights[0].shape, has_float8=False) is choice.LIBRARY
-  if resolved == "xla" or (implementation is None and has_many):
+  chosen = choice.product(rows, *weights[0].shape, has_float8=False)
+  if resolved == "xla" or (implementation is None and chosen is choice.LIBRARY):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, resolved) for x, weight in pairs]
   how = {"dtype": dtype, "interpret": resolved == "interpret"}
   integers = [x for x in inputs if isinstance(x, Int8Inputs)]
   if integers:
-    return int8_matmul.launch(integers, weights, **how)
+    is_undivided = chosen is choice.INT8_UNDIVIDED
+    sizes = [weight.shape[0] for weight in weights], weights[0].shape[1]
+    tile = int8_matmul.Tile.undivided(*sizes) if is_undivided else None
+    return int8_matmul.launch(integers, weights, tile=tile, onto=onto, **how)
   operands: Any = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
   return launch(operands, weights, **how)

@@ -33,7 +33,7 @@ def a4_operands(
   """
   how = {"form": form, "implementation": implementation}
   refine = functools.partial(one_code.refine_for, **how)
-  tables = [_tables(*operator) for operator in operators]
+  tables = [tables_of(*operator) for operator in operators]
   outside = [map_outside(input_map) for input_map, _ in operators]
   if not any(outside):
     return refine(x, tables)
@@ -51,7 +51,8 @@ def map_outside(input_map: InputMap | None) -> InputMap | None:
   return None if is_inside else input_map
 
 
-def _tables(input_map: InputMap | None, rounding: ActivationQuantizer) -> Tables:
+def tables_of(input_map: InputMap | None, rounding: ActivationQuantizer) -> Tables:
+  """Returns the kernel's tables of a linear whose A4 rule has them."""
   matrices = None if input_map is None else input_map.block_matrices()
   if matrices is not None:
     matrices = matrices.astype(jnp.float32)

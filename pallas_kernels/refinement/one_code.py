@@ -61,9 +61,9 @@ class Tile:
     return cls(32, repeats, 4, split=False)
 
 
-Form = Literal["codes", "values", "planes", "float8", "int8"]
+Form = Literal["codes", "values", "planes", "float8", "float8 by blocks", "int8"]
 """Form of the result: packed codes, bfloat16 values, those values as `planes.Planes`,
-`float8.Float8Inputs` or `int8.Int8Inputs`."""
+`float8.Float8Inputs`, in the order of its blocks or not, or `int8.Int8Inputs`."""
 Refined = (
   jax.Array | mxfp4.MXTensor | planes.Planes | float8.Float8Inputs | int8.Int8Inputs
 )
@@ -72,6 +72,7 @@ Refined = (
 _PAIRS: dict[str, Any] = {
   "codes": mxfp4.MXTensor,
   "float8": float8.Float8Inputs,
+  "float8 by blocks": functools.partial(float8.Float8Inputs, is_by_blocks=True),
   "int8": int8.Int8Inputs,
 }
 """What holds the elements and scales of a form that has both."""
@@ -130,14 +131,16 @@ def _write(
   refs: Any,
 ) -> None:
   """Writes a tile to the references of its linear's output; see `_output`."""
-  if form in ("codes", "float8", "int8"):
+  if form in _PAIRS:
     byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(result.shape[0])
     if form == "codes":
       first = codec.pack(codec.code_of(result))
-    elif form == "float8":
-      first = float8.of_values(result, exponent)
-    else:
+    elif form == "int8":
       first = int8.of_values(result)
+    else:
+      first = float8.of_values(result, exponent)
+      if form == "float8 by blocks":
+        first = first.reshape(-1, float8.WORDS, 4)
     for ref, part in zip(jax.tree.leaves(refs), (first, byte), strict=True):
       lowering.store(ref.at[here], part, mask)
     return
@@ -169,12 +172,21 @@ def _output(rows: int, width: int, size: int, form: Form) -> tuple[Any, Any]:
   share, dtype = {
     "codes": (2, jnp.uint8),
     "float8": (1, float8.FORM),
+    "float8 by blocks": (1, float8.FORM),
     "int8": (1, jnp.int8),
     "values": (1, jnp.bfloat16),
   }[form]
   values = spec((size, _BLOCK // share), by_tile), array((rows, width // share), dtype)
   if form == "values":
     return values
+  if form == "float8 by blocks":
+    group = float8.BLOCKS
+    places = spec(
+      (size, None, float8.WORDS, None, 4),
+      lambda b, i, _: (i, b // group, 0, b % group, 0),
+    )
+    split = rows, width // (group * _BLOCK), float8.WORDS, group, 4
+    values = places, array(split, dtype)
   scales = spec((size, None), by_tile), array((rows, width // _BLOCK), jnp.uint8)
   kind = _PAIRS[form]
   return kind(values[0], scales[0]), kind(values[1], scales[1])
@@ -195,7 +207,7 @@ def launch(
   kernel = functools.partial(
     _kernel, tile=tile, shape=(rows, width), form=form, interpret=interpret
   )
-  return lowering.launch(
+  results = lowering.launch(
     kernel,
     fused_inputs.operands(x),
     tuple(tables),
@@ -208,6 +220,10 @@ def launch(
     stages=tile.stages,
     interpret=interpret,
   )
+  if form != "float8 by blocks":
+    return results
+  flat = lambda made: made.values.reshape(rows, width)
+  return [dataclasses.replace(made, values=flat(made)) for made in results]
 
 
 def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
@@ -227,6 +243,8 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
     return tensor
   if form == "float8":
     return float8.of_tensor(tensor)
+  if form == "float8 by blocks":
+    return float8.of_tensor(tensor).by_blocks()
   if form == "int8":
     return int8.of_tensor(tensor)
   values = mxfp4.decode(tensor, jnp.bfloat16)
@@ -272,7 +290,7 @@ def refine_for(
     "pallas_kernels.refine",
     implementation,
     pallas=obstacle,
-    capability=FLOAT8 if form == "float8" else implementations.KERNELS,
+    capability=FLOAT8 if form.startswith("float8") else implementations.KERNELS,
   )
   if implementation == "xla":
     rows = fused_inputs.as_array(x)

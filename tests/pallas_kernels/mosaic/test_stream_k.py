@@ -54,7 +54,7 @@ def test_shared_memory_holds_the_stages():
   for rows in ROWS:
     for dtype in (jnp.bfloat16, jnp.float32):
       work = stream_k.Work.of(rows, (4096,), 4096, dtype)
-      scratch = stream_k._scratch(work, jnp.zeros((1, 1), float8.FORM), dtype)
+      scratch = stream_k.scratch_of(work, jnp.zeros((1, 1), float8.FORM), dtype)
       shared = [a for name, a in scratch.items() if name in ("x", "words", "scales")]
       shared.append(scratch["out"])
       nbytes = sum(np.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in shared)
@@ -127,9 +127,10 @@ def test_linears_of_one_input_are_one_launch_and_the_input_is_shifted_once(
   monkeypatch.setattr(device, "obstacle", lambda: None)
   launched = []
 
-  def launch(x, tensors, units, row_unit, *, dtype, interpret):
-    launched.append((x.shape, row_unit.shape, [t.shape for t in tensors]))
-    return [jnp.zeros((x.shape[1], t.shape[0]), dtype) for t in tensors]
+  def launch(xs, tensors, units, row_units, *, dtype, interpret):
+    assert len(xs) == len(row_units) and {len(unit) for unit in row_units} == {7}
+    launched.append(([x.shape for x in xs], [t.shape for t in tensors]))
+    return [jnp.zeros((len(xs[0]), t.shape[0]), dtype) for t in tensors]
 
   monkeypatch.setattr(stream_k, "float8_products", launch)
   [x], weights = operands(7, (128,), 512)[0], operands(7, (128, 256, 130), 512)[1]
@@ -138,10 +139,10 @@ def test_linears_of_one_input_are_one_launch_and_the_input_is_shifted_once(
   made = run([x] * 3, weights, jnp.bfloat16)
   assert [each.shape for each in made] == [(7, 128), (7, 256), (7, 130)]
   shapes = [(128, 512), (256, 512)]
-  assert launched == [((2, 7, 512), (2, 7), shapes)] * 2
+  assert launched == [([(7, 512)] * 2, shapes)] * 2
   inputs = float8.of_tensor(x)
   with choice.trying(choice.FLOAT8_STREAM):
     units = [jnp.float32(2.0**-8)] * 2
     how = {"implementation": "interpret"}
     float8_matmul_each([inputs] * 2, weights[:2], units, **how)
-  assert launched[2] == ((1, 7, 512), (1, 7), shapes)
+  assert launched[2] == ([(7, 512)], shapes)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mxjax.pallas_kernels.mosaic import weights
+from mxjax.pallas_kernels.products import float8
 from tests.pallas_kernels import ptx_machine
 from tests.pallas_kernels.operands import decoded, elements, packed, rounded
 
@@ -85,11 +86,11 @@ def test_weights_by_blocks_are_in_the_order_of_the_inputs():
   how = {"unit": jnp.int32(127), "interpret": True}
   got = weights.by_blocks(jnp.asarray(words), tensor.scales, **how)
   x = rng.standard_normal((3, 128)).astype(np.float32)
-  seen = np.asarray(weights.in_order_of_blocks(jnp.asarray(x)))
+  seen = np.asarray(float8.in_order_of_blocks(jnp.asarray(x)))
   values = np.asarray(got, np.float64)
   np.testing.assert_allclose(seen @ values.T, x @ decoded(tensor).T, rtol=1e-5)
   # A thread has a block, and the n-th registers of four threads follow each other.
-  columns = np.asarray(weights.in_order_of_blocks(jnp.arange(128)[None]))[0]
+  columns = np.asarray(float8.in_order_of_blocks(jnp.arange(128)[None]))[0]
   thread, register, byte = np.ix_(range(4), range(8), range(4))
   place = 16 * register + 4 * thread + byte
   np.testing.assert_array_equal(columns[place], 32 * thread + 4 * register + byte)

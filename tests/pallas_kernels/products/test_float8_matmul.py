@@ -56,6 +56,27 @@ def test_the_refinement_kernel_writes_them(rows):
     assert not got[1, :32].any()
 
 
+def test_rows_of_several_inputs_are_shifted_in_one_launch_in_either_order():
+  xs = [tensor(5, 384, float8.LOWEST, float8.HIGHEST, seed=seed) for seed in (1, 2)]
+  outside = np.array([1, 2]), np.array([5, 9])
+  values = np.array([float8.LOWEST - 1, float8.HIGHEST + 1]) + BIAS
+  xs[1] = mxfp4.MXTensor(
+    xs[1].codes, xs[1].scales.at[outside].set(values.astype(np.uint8))
+  )
+  each = [of_tensor(x) for x in xs]
+  want = [float8_matmul._shifted_by_xla(x) for x in each]
+  assert want[1][1][2] == 2 and not np.array_equal(want[1][0], each[1].values)
+  for by_blocks in (False, True):
+    given = [x.by_blocks() for x in each] if by_blocks else each
+    got = float8_matmul.shifted_each(given, interpret=True)
+    for (moved, unit), (values, by_row), x in zip(got, want, given, strict=True):
+      np.testing.assert_array_equal(unit, by_row)
+      held = float8.Float8Inputs(moved, x.scales, by_blocks).in_order().values
+      np.testing.assert_array_equal(held.view(np.uint8), values.view(np.uint8))
+      [plain, _] = float8_matmul._shifted_by_xla(x)
+      np.testing.assert_array_equal(moved.view(np.uint8), plain.view(np.uint8))
+
+
 @pytest.mark.parametrize("shape", [(5, 7, 64), (70, 130, 96)])
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_rows_outside_the_range_are_shifted_into_it(shape, implementation):

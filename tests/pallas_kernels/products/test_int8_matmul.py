@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.layers.linear import linear
+from mxjax.layers.linear import linear, linear_onto
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import rounded
 from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.pallas_kernels import choice
 from mxjax.pallas_kernels.products import int8, int8_matmul, matmul
 from mxjax.pallas_kernels.products.int8_matmul import Tile
 from tests.pallas_kernels import ptx_machine
@@ -38,6 +40,61 @@ def test_the_kernel_equals_exact_products_summed(rows, outputs, width, splits):
   # Loads ahead move no number.
   [other] = launch([x], [weight], Tile(splits=splits, ahead=True))
   np.testing.assert_array_equal(got, other)
+
+
+@pytest.mark.parametrize(
+  ("rows", "width", "wanted"),
+  [
+    (1, 4096, Tile(8, 128, 1, 8)),
+    # One program took all columns before, so the tile stays.
+    (2, 512, Tile()),
+    (4, 1120, Tile(16, 64, 1, 8)),
+  ],
+)
+def test_a_product_without_partial_sums_adds_to_a_residual(rows, width, wanted):
+  x, weight = packed(rows, width, -9, 9), packed(70, width, -9, 9, seed=1)
+  tile = Tile.undivided([70], width)
+  assert tile == wanted
+  check(launch([x], [weight], tile)[0], x, weight)
+  onto = jnp.asarray(100 * np.random.default_rng(2).standard_normal((rows, 70)))
+  for dtype in (jnp.bfloat16, jnp.float32):
+
+    def run(onto, dtype=dtype):
+      how = {"dtype": dtype, "tile": tile, "onto": onto, "interpret": True}
+      return int8_matmul.launch([int8.of_tensor(x)], [weight], **how)[0]
+
+    added = onto.astype(dtype)
+    # Two roundings, those of a residual behind a linear.
+    want = np.asarray(run(None), np.float64) + np.asarray(added, np.float64)
+    np.testing.assert_array_equal(run([added]), want.astype(dtype))
+
+
+@pytest.mark.parametrize("kind", ["xla", "interpret"])
+def test_a_linear_adds_to_a_residual_by_whatever_multiplies(kind):
+  weight = QuantizedLinear(packed(40, 1024, -3, 3), None, Nearest())
+  x, onto = (
+    jax.random.normal(jax.random.key(seed), (1, 2, size), jnp.bfloat16)
+    for seed, size in ((0, 1024), (1, 40))
+  )
+
+  def run(onto, x):
+    return linear_onto(onto, x, weight, implementation=kind)
+
+  def tried(onto, x):
+    with choice.trying(choice.INT8_UNDIVIDED):
+      return run(onto, x)
+
+  want = rounded(onto + linear(x, weight, implementation=kind))
+  np.testing.assert_array_equal(jax.jit(run)(onto, x), want)
+  np.testing.assert_array_equal(jax.jit(tried)(onto, x), want)
+  # One launch does all of it, and gradients are those of the two operations.
+  traced = str(jax.make_jaxpr(tried)(onto, x))
+  assert ("int8_matmul" in traced) == (kind == "interpret")
+  total = lambda run: lambda *given: run(*given).astype(jnp.float32).sum()
+  for got, of_two in zip(
+    *(jax.grad(total(f), argnums=(0, 1))(onto, x) for f in (tried, run)), strict=True
+  ):
+    np.testing.assert_array_equal(got, of_two)
 
 
 def test_sums_of_a_block_are_exact():

@@ -277,6 +277,23 @@ def test_linears_of_one_input_share_a_launch(form, rows, dtype, count):
   )
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(5, jnp.float32), (70, jnp.bfloat16)])
+def test_float8_by_blocks_are_those_in_order(rows, dtype):
+  x, *tables = problem(rows=rows)
+  x = jnp.concatenate([x, x[:, :32]], axis=1).astype(dtype)
+  tables = [jnp.concatenate([table, table[:1]]) for table in tables]
+  for implementation in ("interpret", "xla"):
+    how = {"implementation": implementation}
+    in_order, by_blocks = (
+      refine(x, *tables, form=form, **how) for form in ("float8", "float8 by blocks")
+    )
+    assert by_blocks.is_by_blocks and not in_order.is_by_blocks
+    back = by_blocks.in_order()
+    jax.tree.map(np.testing.assert_array_equal, back, in_order)
+    jax.tree.map(np.testing.assert_array_equal, in_order.by_blocks(), by_blocks)
+    np.testing.assert_array_equal(back.decoded(), by_blocks.decoded())
+
+
 def test_a_program_walks_over_its_tiles_for_every_linear():
   x, *first = problem(rows=180)
   _, *second = problem(seed=3)
