@@ -124,8 +124,9 @@ def of_a_layer(batch, tried):
 
 LAUNCH_SAVED_US = (1.3, 1.94)
 """A small launch costs: one in a CUDA graph, and a conversion as it was measured."""
-COPY_TBPS = 4.12
-"""Measured on an H200 (`results/gpu/h200_3_memory.json`)."""
+MEMORY = pathlib.Path(__file__).parent / "results" / "gpu" / "h200_3_memory.json"
+COPY_TBPS = json.loads(MEMORY.read_text())["results"]["ceilings"]["copy_GBps"] / 1e3
+"""Measured on an H200."""
 SHARES, LAUNCH_US, FRONT_US = (0.95, 0.75), (1.7, 3.5), (4.0, 7.0)
 """Shares of a copy, what a launch takes, and what passes until the first product: the
 refinement of a pair of blocks, signals of all programs and the copy of inputs. Assumed,
