@@ -12,7 +12,7 @@ ROW = interface.Aval("float32", (16,))
 SMOOTH = "def clean(x):\n  return x + (jnp.roll(x, 1) + jnp.roll(x, -1) - 2 * x) / 4\n"
 EDITS = {"smooth": SMOOTH, "flip": "def clean(x):\n  return x[::-1]\n"}
 YES = residual.Explanation("acts", "it removes noise", {"primary": {"loss": "down"}})
-NO = residual.Explanation("idle", "it does nothing", {"primary": {"loss": "same"}})
+NO = residual.Explanation("blurs", "the signal goes too", {"primary": {"loss": "up"}})
 WHY = dict(hooks=("clean",), residual="loss", explanations=(YES, NO), controls=())
 
 

@@ -395,7 +395,7 @@ def _question(
     if source:
       sources[control.name] = source
   gain = {k for k, v in accounts[0].predicts(PRIMARY).items() if v == "down"}
-  denies = lambda e: any(e.predicts(PRIMARY).get(k, "down") != "down" for k in gain)
+  denies = lambda e: any(e.predicts(PRIMARY).get(k) == "same" for k in gain)
   if all(map(denies, accounts[1:])):
     raise RefusedQuestionError(
       "explanations: every other account denies under `primary` what "

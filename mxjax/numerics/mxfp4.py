@@ -14,7 +14,6 @@ above 6 * 2^e saturate, and the sign bit follows the input.
 
 import dataclasses
 import fractions
-import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -325,7 +324,7 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   return tensor
 
 
-@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+@compilation.jit(static_argnames="dtype", inline=True)
 def decode(tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
   """Decodes to `[..., d]`, exactly.
 

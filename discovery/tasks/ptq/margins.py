@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration import streams
@@ -187,7 +188,9 @@ def _noise(
   excess = np.subtract(measured.window_losses, exact.window_losses)
   samples = {"log_ppl": excess}
   if options.objective == "kl":
-    dtype = jax.tree.leaves(streams.outer_params(model, params))[0].dtype
+    outer = streams.outer_params(model, params)
+    embedded = jax.eval_shape(model.embed, outer, jnp.asarray(tokens[:1]))
+    dtype = jax.tree.leaves(embedded)[0].dtype
     replicates = [quantized]
     replicates += [perturbed(quantized, seed, dtype) for seed in range(1, REPLICATES)]
     divergences = [

@@ -11,6 +11,7 @@ import types
 import pytest
 
 from mxjax.discovery.core import residual, store, verdict
+from mxjax.discovery.core.interventions import Intervention
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Proposal, ProposerError, Record
 from mxjax.discovery.core.residual import Control, Explanation
@@ -124,6 +125,22 @@ def test_fates_have_borders(edit, controlled, expected):
 def test_elsewhere_more_than_half_of_a_change_is_kept(edit, again, expected):
   """A gain that was chosen for its size has some luck in it, and is not all luck."""
   assert residual.fate(edit, again, 0.1, elsewhere=True) == expected
+
+
+def test_a_control_that_measures_an_edit_again_asks_for_half_of_its_gain():
+  """.0115 of .0200 is .0085 less, which is more than the margin of .0074."""
+  attempt = ran({"kl": 0.1252}, {"kl": 0.1052}, again={"kl": 0.1137})
+  kinds = {
+    "again": Intervention(doc="", example={}, elsewhere=True),
+    "less": Intervention(doc="", example={}),
+  }
+  task = types.SimpleNamespace(**vars(PTQ), interventions=kinds)
+  first, control = attempt.packet.conditions
+  for kind, fate in ("again", "kept"), ("less", "lost"):
+    call = control.call._replace(intervention={"kind": kind})
+    conditions = (first, dataclasses.replace(control, call=call))
+    attempt.packet = dataclasses.replace(attempt.packet, conditions=conditions)
+    assert resolution.observed(task, attempt)["again"]["kl of the edit"] == fate
 
 
 def test_the_interventions_that_measure_an_edit_again_say_so():
@@ -352,7 +369,8 @@ def test_a_straw_man_supports_nothing(tmp_path):
 def test_a_question_whose_other_accounts_only_deny_the_change_is_sent_back(tmp_path):
   """Of an edit of several sites, to which no account of ours applies."""
   both = operation("mechanism") + operation("mechanism", B)
-  _, of, _ = run(tmp_path, proposed(both, declared=(A, B)))
+  null = (STRAW[0], Explanation("null", "", {"primary": {"loss": "same"}}))
+  _, of, _ = run(tmp_path, proposed(both, explanations=null, declared=(A, B)))
   (refused,) = of("refused")
   assert refused["status"] == "question"
   assert "every other account denies under `primary`" in refused["detail"]

@@ -45,7 +45,7 @@ task = "world"
 seed = 2
 [tasks.second]
 task = "world"
-seed = 3
+seed = 11
 [runs.one]
 task = "first"
 arm = "quantforge"

@@ -46,7 +46,7 @@ PLAN_DOCS = {"power": "the power of magnitudes that counts"}
 DATA = np.load(pathlib.Path(__file__).parent / "rows.npy")
 ACCOUNTS = (
   Explanation("acts", "smaller rows", {"primary": {"loss": "down"}}),
-  Explanation("idle", "nothing", {"primary": {"loss": "same"}}),
+  Explanation("grows", "larger rows", {"primary": {"loss": "up"}}),
 )
 EDITS = tuple(
   EditTemplate(id=f"gain {g}", hooks=("clean",), residual="loss", controls=(),
