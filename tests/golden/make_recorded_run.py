@@ -18,22 +18,15 @@ KEPT = (
   *("verdict", "reason", "response", "observed"),
 )
 """What is compared: the rest are digests of sources and of traced programs."""
-MEASURED = ("outputs", "parts")
-"""What a replay is told of an outcome besides."""
+TOLD = ("outputs", "parts", "task", "models")
+"""What a replay is told besides, or tests read."""
 TASK = ("objective", "calibration", "windows", "margins", "initial", "references")
 """Options of a `ptq` task that the prompts depend on, and no path."""
 
 
-def reduced(event):
-  """An event of the golden log."""
-  kept = {key: event[key] for key in KEPT if key in event}
-  if event["event"] == "outcome":
-    kept |= {key: event[key] for key in MEASURED if key in event}
-  if event["event"] == "open":
-    kept |= {"task": {k: event["task"][k] for k in TASK if k in event["task"]}}
-  if event["event"] == "replies":
-    kept |= {"models": event["models"]}
-  return kept
+def compared(event):
+  """What two logs have in common if they are of one run."""
+  return {key: event[key] for key in KEPT if key in event}
 
 
 def main():
@@ -41,17 +34,26 @@ def main():
   run, cassette, out = map(pathlib.Path, sys.argv[1:])
   out.mkdir(exist_ok=True)
   shutil.copy(cassette, out / "cassette.jsonl")
-  log = (run / "log.jsonl").read_text().splitlines()
-  write(out / "log.jsonl", [reduced(json.loads(line)) for line in log])
   stored = sorted((run / "outcomes").glob("*.json"), key=lambda f: f.stat().st_mtime_ns)
-  found = [json.loads(file.read_text())["value"]["outcome"] for file in stored]
-  if asked := [each for each in found if "proxy_error" in each["values"]]:
+  outcomes = {f.stem: json.loads(f.read_text())["value"]["outcome"] for f in stored}
+  # In the order in which a prompt tells them, which the log does not keep.
+  task = json.loads((run / "run.json").read_text())["task"]
+  rows = []
+  for event in map(json.loads, (run / "log.jsonl").read_text().splitlines()):
+    told = {"open": {"task": task}, "replies": event}.get(event["event"], {})
+    if event["event"] == "outcome":
+      told = outcomes[event["exec_id"]]
+    rows.append(compared(event) | {k: told[k] for k in TOLD if k in told})
+  rows[0]["task"] = {k: task[k] for k in TASK if k in task}
+  write(out / "log.jsonl", rows)
+  asked = [each for each in outcomes.values() if "proxy_error" in each["values"]]
+  if asked:
     write(out / "proxy.jsonl", asked)
 
 
 def write(path, rows):
   """Writes JSON lines."""
-  path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs whose proposals a language model wrote at an endpoint, replayed from replies.
 
-`tests/golden/world_by_a_model` holds the replies, addressed by the hash of the prompt
-that each one answers, and the log of the run that they made. The
+`tests/golden/world_by_a_model` and `ptq_by_a_model` hold the replies, addressed by the
+hash of the prompt that each one answers, and the log of the run that they made. The
 model knew the prompts alone. A prompt that changes by a letter has no recorded reply:
 where prompts must change, record the run again, with the words of `RUNS`,
 `--proposer llm` and the jail, and keep it by `tests/golden/make_recorded_run.py`;
@@ -10,33 +10,28 @@ nothing here is about one recording.
 
 import json
 import pathlib
+import re
 
 import pytest
 
 from mxjax.cli.main import main
 from mxjax.discovery.core.task import Outcome
+from mxjax.discovery.proposers.llm import LlmProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from tests.golden.make_recorded_run import reduced
+from tests.golden.make_recorded_run import compared
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+MODELS = GOLDEN.parents[1] / "models" / "trained"
 RUNS = {
   "world": (15, ["--task", "world"]),
+  "ptq": (30, ["--task", "ptq", "--model", str(MODELS / "llama")]),
 }
 """Budget of each run, and what it searched."""
+PROBE = re.compile(r"probe [0-9a-f]{12}")
 
 
 def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def compared(events):
-  kept = []
-  for event in map(reduced, events):
-    # What was measured beside the values is told and not compared.
-    for name in ("outputs", "parts", "task", "models"):
-      event.pop(name, None)
-    kept.append(event)
-  return kept
 
 
 @pytest.fixture(scope="module", params=list(RUNS))
@@ -56,7 +51,9 @@ def replayed(name, recorded, tmp_path_factory):
   Programs are admitted and traced, and prompts are built here.
   """
   folder = GOLDEN / f"{name}_by_a_model"
-  told = [Outcome.from_dict(e) for e in recorded if e["event"] == "outcome"]
+  # What ran before is told again without a charge, and nothing runs.
+  paid = [e for e in recorded if e["event"] == "outcome" and e["charged"]]
+  told = [Outcome.from_dict(each) for each in paid]
   proxy = folder / "proxy.jsonl"
   asked = [Outcome.from_dict(e) for e in lines(proxy)] if proxy.exists() else []
   out = tmp_path_factory.mktemp("replay") / "run"
@@ -71,8 +68,23 @@ def replayed(name, recorded, tmp_path_factory):
     is_proxy = executor._task.phases == ("proxy",)
     return (asked if is_proxy else told).pop(0)
 
+  names, request = {}, LlmProposer._request
+  theirs = [e["condition"] for e in recorded if e.get("kind") == "probe"]
+
+  def asking(proposer, messages):
+    # A probe is named by the digest of a packet, and so by the evaluator's sources.
+    text = json.dumps(messages)
+    for mine in dict.fromkeys(PROBE.findall(text)):
+      # A reply that is part of the messages has the recorded name.
+      if mine not in theirs and mine not in names:
+        names[mine] = theirs[len(names)]
+    return request(
+      proposer, json.loads(PROBE.sub(lambda m: names.get(m[0], m[0]), text))
+    )
+
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(LocalExecutor, "_outcome", outcome)
+    patch.setattr(LlmProposer, "_request", asking)
     assert main([*words, "--out", str(out)]) == 0
   assert not told
   assert not asked
@@ -80,10 +92,11 @@ def replayed(name, recorded, tmp_path_factory):
 
 
 def test_the_replies_make_the_same_log(replayed, recorded):
-  ours, theirs = compared(replayed), compared(recorded)
-  assert len(ours) == len(theirs)
-  for mine, other in zip(ours, theirs, strict=True):
-    assert mine == other
+  assert len(replayed) == len(recorded)
+  for ours, theirs in zip(replayed, recorded, strict=True):
+    mine, other = compared(ours), compared(theirs)
+    is_probe = mine.get("kind") == "probe"
+    assert mine == other | ({"condition": mine["condition"]} if is_probe else {})
 
 
 def test_no_call_was_lost_to_the_form_of_an_answer(name, recorded):
