@@ -1,7 +1,11 @@
 """How the tests themselves run: their order, and what a run says of itself."""
 
+import gc
+import pathlib
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests import conftest
@@ -30,3 +34,36 @@ def test_a_run_says_each_minute_how_far_it_is():
   assert waited == [60.0] * 3
   told = "minute 2: 1 of 3 tests have ended; started last: tests/test_a.py::test_b"
   assert lines == [f"\n{told}\n"] * 2
+
+
+@pytest.mark.parametrize(
+  ("resident", "maps", "is_full"),
+  [(0, 5, False), (0, 6, True), (conftest.CACHES_UP_TO + 1, 0, True)],
+)
+def test_programs_are_dropped_before_memory_or_its_maps_run_out(
+  tmp_path, resident, maps, is_full
+):
+  pages = -(-resident // conftest.os.sysconf("SC_PAGE_SIZE"))
+  (tmp_path / "statm").write_text(f"{pages} {pages} 0 0 0 0 0\n")
+  (tmp_path / "maps").write_text("a map\n" * maps)
+  (tmp_path / "most").write_text("10\n")
+  assert conftest.is_full(tmp_path, tmp_path / "most") == is_full
+  assert not conftest.is_full(tmp_path / "absent", tmp_path / "most")
+
+
+@pytest.mark.skipif(
+  not pathlib.Path(conftest.PROCESS, "maps").is_file(), reason="needs Linux' maps"
+)
+def test_dropping_programs_gives_their_memory_maps_back():
+  maps = lambda: pathlib.Path(conftest.PROCESS, "maps").read_bytes().count(b"\n")
+  vector = jnp.ones(3)
+  # A function that is gone takes its programs along.
+  functions = [jax.jit(lambda x, factor=i: x * factor) for i in range(40)]
+  before = maps()
+  for function in functions:
+    function(vector).block_until_ready()
+  held = maps()
+  jax.clear_caches()
+  gc.collect()
+  assert held - before > len(functions)
+  assert maps() < (before + held) / 2

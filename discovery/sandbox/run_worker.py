@@ -16,6 +16,13 @@ from typing import Any
 
 CACHES_UP_TO = 2 << 30
 """Peak bytes of resident memory above which compiled programs are dropped."""
+PROGRAMS_UP_TO = 2000
+"""Compiled programs above which they are dropped.
+
+One takes 3 to 15 of the 65,530 memory maps that Linux allows a process, by the version
+of jaxlib. Where none is left LLVM ends the worker with a segmentation fault: on jaxlib
+0.11.2 after some 4,400 programs.
+"""
 
 
 def _load(name: str) -> Any:
@@ -45,22 +52,36 @@ def _enter(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Caches:
-  """Drops compiled programs when they use much memory.
+  """Drops compiled programs when they use much memory, or many of its maps.
 
   Every candidate leaves compiled programs behind. An isolated process can read only its
-  peak memory, so the limit rises with the peak.
+  peak memory, so that limit rises with the peak; and it cannot read its maps, so it
+  counts programs.
   """
 
   def __init__(self) -> None:
-    self._limit = CACHES_UP_TO
+    import jax
+
+    from mxjax.compilation import COMPILED
+
+    self._limit, self._programs, self._event = CACHES_UP_TO, 0, COMPILED
+    jax.monitoring.register_event_duration_secs_listener(self.count)
+
+  def count(self, event: str, seconds: float, **about: Any) -> None:
+    """Counts the programs among JAX's events; those read from a folder are some."""
+    del seconds, about
+    self._programs += event == self._event
 
   def bound(self) -> None:
+    """Drops all programs if one of the two limits was passed."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if peak > self._limit:
+    if peak > self._limit or self._programs > PROGRAMS_UP_TO:
       import jax
 
       jax.clear_caches()
-      self._limit = peak + CACHES_UP_TO // 2
+      self._programs = 0
+      if peak > self._limit:
+        self._limit = peak + CACHES_UP_TO // 2
 
 
 class _Phase:

@@ -6,6 +6,7 @@ import select
 import signal
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mxjax.discovery.core import store
@@ -37,16 +38,37 @@ def test_a_decomposition_traces_whatever_else_is_installed(tmp_path, monkeypatch
   assert reply.status == Status.OK, reply.detail
 
 
-def test_compiled_programs_are_dropped_once_for_each_growth(monkeypatch):
+@pytest.fixture
+def caches():
+  made = run_worker._Caches()
+  yield made
+  jax.monitoring.unregister_event_duration_listener(made.count)
+
+
+def test_compiled_programs_are_dropped_once_for_each_growth(monkeypatch, caches):
   peak, cleared = [1 << 30], []
   usage = type("Usage", (), {"ru_maxrss": property(lambda self: peak[0] // 1024)})
   monkeypatch.setattr(run_worker.resource, "getrusage", lambda who: usage())
   monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(peak[0]))
-  caches = run_worker._Caches()
   for gigabytes in (1, 2, 3, 3, 4, 5):
     peak[0] = gigabytes << 30
     caches.bound()
   assert cleared == [3 << 30, 5 << 30]
+
+
+def test_compiled_programs_are_dropped_before_a_process_has_no_memory_maps_left(
+  monkeypatch, caches
+):
+  cleared = []
+  caches._limit = 1 << 50
+  monkeypatch.setattr(run_worker, "PROGRAMS_UP_TO", 2)
+  monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(caches._programs))
+  arrays = [jnp.ones(3 + i) for i in range(7)]
+  caches._programs = 0
+  for i, array in enumerate(arrays):
+    jax.jit(lambda x, i=i: x * i)(array)
+    caches.bound()
+  assert cleared == [3, 3]
 
 
 @pytest.mark.parametrize(
