@@ -7,7 +7,7 @@ SCRIPT = """\
 # mxjax completion; bash: eval "$(mxjax completion bash)", zsh likewise, after compinit.
 {zsh}_mxjax() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" place="" one
-  for one in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+  for one in "${{COMP_WORDS[@]:1:$((COMP_CWORD-1))}}"; do
     case "$place $one" in
 {places}
     esac

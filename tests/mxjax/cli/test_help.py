@@ -2,10 +2,14 @@
 
 import os
 import pathlib
+import pty
+import re
+import select
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -132,3 +136,49 @@ def test_bash_completes(line):
 def test_zsh_gets_the_same_after_what_it_needs():
   bash, zsh = (completion.script(build_parser(), shell) for shell in ("bash", "zsh"))
   assert zsh.replace(completion.ZSH, "") == bash != zsh
+  # As a length of a part of an array, zsh takes a letter for a modifier.
+  assert not re.search(r"@\]:\d+:[A-Za-z]", zsh)
+
+
+def shown_within(terminal, seconds, text=""):
+  """What a terminal shows until it shows `text`, or for some seconds."""
+  shown, end = b"", time.monotonic() + seconds
+  while time.monotonic() < end and not (text and text.encode() in shown):
+    if select.select([terminal], [], [], 0.1)[0]:
+      shown += os.read(terminal, 4096)
+  return shown.decode(errors="replace")
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
+@pytest.mark.parametrize(
+  ("typed", "completed"),
+  [
+    ("ver", "verify "),
+    ("discover tri", "discover trial "),
+    ("chat --se", "chat --seed"),
+  ],
+)
+def test_zsh_completes_what_is_typed(tmp_path, typed, completed):
+  script = tmp_path / "mxjax.zsh"
+  script.write_text(completion.script(build_parser(), "zsh"))
+  terminal, end = pty.openpty()
+  shell = subprocess.Popen(
+    ["zsh", "-f", "-i"],
+    stdin=end,
+    stdout=end,
+    stderr=end,
+    env={**os.environ, "TERM": "dumb"},
+    start_new_session=True,
+  )
+  try:
+    # The terminal shows what is typed, but not as it is printed.
+    commands = f"autoload -U compinit && compinit -u -D; . {script}; print rea''dy"
+    os.write(terminal, f"{commands}\n".encode())
+    assert "ready" in shown_within(terminal, 30, "ready")
+    os.write(terminal, f"mxjax {typed}\t".encode())
+    assert f"mxjax {completed}" in shown_within(terminal, 30, f"mxjax {completed}")
+  finally:
+    shell.kill()
+    shell.wait()
+    os.close(end)
+    os.close(terminal)
