@@ -11,6 +11,7 @@ from mxjax import compilation
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import device_calls
 from mxjax.evaluation.device_calls import CallShapes
 from mxjax.evaluation.measures.perplexity import CALLS_TOGETHER
@@ -39,6 +40,70 @@ class Agreement(NamedTuple):
       "kl_p99": float(np.quantile(kl, 0.99)),
       "kl_max": float(kl.max()),
       "flips": float(self.is_flipped.mean()),
+    }
+
+
+class KeptStates:
+  """The exact model's hidden states on one text, for comparisons of several with it.
+
+  Empty at first. The first `agreement` that is given it fills it, and later ones with
+  the same model, params, tokens and shapes of calls take the states from it. Params are
+  the same if their arrays are the same objects: values are not compared.
+
+  Attributes:
+    states: `[B, length - 1, d]` for each call of B windows; empty until it is filled.
+  """
+
+  def __init__(self) -> None:
+    """Starts empty."""
+    self.states: list[jax.Array] = []
+    self._of: dict[str, Any] = {}
+
+  def of(
+    self, model: CausalLanguageModel, params: Params, tokens: np.ndarray, count: int
+  ) -> list[jax.Array]:
+    """Returns the states of these tokens in calls of `count`, or none if it is empty.
+
+    Raises:
+      ValueError: It was filled by another model or params, on other tokens or in other
+        calls.
+    """
+    if not self._of:
+      return []
+    leaves, known = jax.tree.leaves(params), self._of["params"]
+    is_same = {
+      "model": model == self._of["model"],
+      "params": len(leaves) == len(known)
+      and all(ours is theirs for ours, theirs in zip(leaves, known, strict=True)),
+      "tokens": np.array_equal(tokens, self._of["tokens"]),
+      "windows of a call": count == self._of["count"],
+    }
+    if others := [name for name, same in is_same.items() if not same]:
+      raise ValueRefusal(
+        "agreement: kept",
+        expected="an empty KeptStates, or one of the same model, params, tokens and "
+        "shapes",
+        got=f"one that was filled with other {' and '.join(others)}",
+        mend="pass a new KeptStates() for each model and text",
+      )
+    return self.states
+
+  def fill(
+    self,
+    model: CausalLanguageModel,
+    params: Params,
+    tokens: np.ndarray,
+    count: int,
+    states: list[jax.Array],
+  ) -> None:
+    """Keeps the states of all calls, and of what they are."""
+    self.states = states
+    # The arrays themselves, so that no later one has the address of one that is gone.
+    self._of = {
+      "model": model,
+      "params": jax.tree.leaves(params),
+      "tokens": tokens.copy(),
+      "count": count,
     }
 
 
@@ -79,22 +144,25 @@ def agreement(
   tokens: Any,
   *,
   shapes: CallShapes | None = None,
-  kept: list[jax.Array] | None = None,
+  kept: KeptStates | None = None,
 ) -> Agreement:
   """Computes KL and flips of all tokens but the first of each window.
 
   Tokens are int32 `[windows, length]`, with a length of at least 2; `shapes` are as in
   `perplexity.window_losses`. `kept` is for a caller that compares several models with
-  one: a list that is empty at first, and then holds the hidden states of `params`,
-  which later calls with the same model, `params`, tokens and shapes take from there.
-  They are `[B, length - 1, d]` for each call of B windows.
+  one: it computes the hidden states of `params` once.
+
+  Raises:
+    ValueError: `kept` was filled by another model or other params, on other tokens or
+      with other shapes.
   """
   outer = [streams.outer_params(model, tree) for tree in (params, quantized)]
   found = []
   rows = model_ids(model, tokens, "agreement")
   count = (shapes or device_calls.of_device()).windows(rows.shape[1])
   calls = [jnp.asarray(call) for call in device_calls.filled_calls(rows[:, :-1], count)]
-  known, made = list(kept or ()), []
+  known = kept.of(model, params, rows, count) if kept is not None else []
+  made = []
   for start in range(0, len(calls), CALLS_TOGETHER):
     group = calls[start : start + CALLS_TOGETHER]
     exact = known[start : start + CALLS_TOGETHER]
@@ -104,9 +172,9 @@ def agreement(
     ours = streams.final_hiddens(model, quantized, group)
     pairs = zip(exact, ours, strict=True)
     found += [execution.block_on_cpu(_compare(model, outer, each)) for each in pairs]
-  if kept is not None:
+  if kept is not None and not known:
     # All at once: a call that fails half-way leaves nothing behind.
-    kept += made
+    kept.fill(model, params, rows, count, made)
   divergence, is_flipped = (
     np.concatenate(jax.device_get(side))[: len(rows)]
     for side in zip(*found, strict=True)

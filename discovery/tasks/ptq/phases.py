@@ -21,7 +21,7 @@ from mxjax.discovery.tasks.ptq.candidate_codes import EncodedUnits
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.structure import interventions, order
 from mxjax.evaluation.measures import fitness
-from mxjax.evaluation.measures.agreement import agreement
+from mxjax.evaluation.measures.agreement import KeptStates, agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
@@ -170,7 +170,7 @@ class Measure:
     self._second = options.tokens("second") if options.objective == "fit3" else None
     self._other = options.tokens("other") if options.other_windows else None
     # The float model's hidden states on the two texts, which depend on no candidate.
-    self._exact: dict[str, list[jax.Array]] = {"measure": [], "other": []}
+    self._exact = {"measure": KeptStates(), "other": KeptStates()}
 
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from mxjax.evaluation import device_calls
-from mxjax.evaluation.measures.agreement import agreement
+from mxjax.evaluation.measures.agreement import KeptStates, agreement
 from mxjax.models import CausalLM
+from tests import refusals
 
 # More than one chunk of the output head.
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 300)).astype(np.int32)
@@ -58,13 +59,50 @@ def test_a_model_agrees_with_itself(long_model, tiny_params):
 def test_kept_states_of_the_exact_model_give_the_same_bits(long_model, tiny_params):
   other = jax.tree.map(lambda leaf: 2 * leaf, tiny_params)
   width = tiny_params["embed_tokens"]["weight"].shape[1]
-  want, kept = agreement(long_model, tiny_params, other, TOKENS), []
+  want, kept = agreement(long_model, tiny_params, other, TOKENS), KeptStates()
   for _ in range(2):
     got = agreement(long_model, tiny_params, other, TOKENS, kept=kept)
-    assert [states.shape for states in kept] == [(1, 299, width)] * 2
+    assert [states.shape for states in kept.states] == [(1, 299, width)] * 2
     np.testing.assert_array_equal(got.divergence, want.divergence, strict=True)
+  # The same arrays in a dict of another caller are the same params.
+  again = agreement(long_model, dict(tiny_params), other, TOKENS.copy(), kept=kept)
+  np.testing.assert_array_equal(again.divergence, want.divergence, strict=True)
   # What is kept is used, here for the wrong windows.
-  kept = []
-  agreement(long_model, other, tiny_params, TOKENS, kept=kept)
-  got = agreement(long_model, other, tiny_params, TOKENS, kept=kept[::-1])
-  assert (got.divergence != agreement(long_model, other, tiny_params, TOKENS)[0]).any()
+  kept.states.reverse()
+  got = agreement(long_model, tiny_params, other, TOKENS, kept=kept)
+  assert (got.divergence != want.divergence).any()
+
+
+def test_states_kept_of_something_else_are_refused_by_name(long_model, tiny_params):
+  other, kept = jax.tree.map(lambda leaf: 2 * leaf, tiny_params), KeptStates()
+  agreement(long_model, tiny_params, other, TOKENS, kept=kept)
+  before = list(kept.states)
+  longer = CausalLM(dataclasses.replace(long_model.config, max_positions=513))
+  together = dataclasses.replace(device_calls.GPU, tokens=600)
+  with_kept = lambda *inputs, **options: (
+    lambda: agreement(*inputs, kept=kept, **options)
+  )
+  same = long_model, tiny_params, other
+  place, mend = "agreement: kept", "pass a new KeptStates()"
+  refusals.check(
+    [
+      (with_kept(longer, *same[1:], TOKENS), place, "other model;", mend),
+      (with_kept(long_model, other, other, TOKENS), place, "other params;", mend),
+      (with_kept(*same, TOKENS[:1]), place, "other tokens;", mend),
+      (with_kept(*same, TOKENS[::-1]), place, "other tokens;", mend),
+      (with_kept(*same, TOKENS, shapes=together), place, "windows of a call;", mend),
+    ]
+  )
+  assert all(a is b for a, b in zip(kept.states, before, strict=True))
+
+
+def test_a_comparison_that_fails_keeps_nothing(long_model, tiny_params):
+  kept, other = KeptStates(), jax.tree.map(lambda leaf: 2 * leaf, tiny_params)
+  short = {name: part for name, part in tiny_params.items() if name != "layers_1"}
+  with pytest.raises(KeyError, match="layers_1"):
+    agreement(long_model, tiny_params, short, TOKENS, kept=kept)
+  assert not kept.states
+  # So another model may use it.
+  got = agreement(long_model, other, tiny_params, TOKENS, kept=kept)
+  want = agreement(long_model, other, tiny_params, TOKENS)
+  np.testing.assert_array_equal(got.divergence, want.divergence, strict=True)
