@@ -85,9 +85,8 @@ class EncodedUnits:
   candidate's hook.
   """
 
-  def __init__(self, most: int = KEPT_UNITS) -> None:
-    """Starts empty; from `most` units on nothing more is kept."""
-    self._most = most
+  def __init__(self) -> None:
+    """Starts empty; from `KEPT_UNITS` keys on nothing more is kept."""
     self._results: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
   def encode(
@@ -115,7 +114,7 @@ class EncodedUnits:
         made[i] = codes.copy(), exponent.copy()
     found = [made.get(i) or self._results[keys[i][0]] for i in range(len(keys))]
     for i, result in made.items():
-      if len(self._results) < self._most:
+      if len(self._results) < KEPT_UNITS:
         self._results |= dict.fromkeys(keys[i], result)
     codes, exponent = zip(*found, strict=True)
     return np.stack(codes), np.stack(exponent)

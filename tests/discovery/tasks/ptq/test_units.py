@@ -439,8 +439,9 @@ def test_equal_units_are_encoded_once_and_no_others(monkeypatch):
   assert (encoded(signed), encoded(-signed)) == (4, 4)
 
 
-def test_a_full_memory_of_units_keeps_nothing_more():
-  known = candidate_codes.EncodedUnits(most=1)
+def test_a_full_memory_of_units_keeps_nothing_more(monkeypatch):
+  monkeypatch.setattr(candidate_codes, "KEPT_UNITS", 1)
+  known = candidate_codes.EncodedUnits()
   for seed in range(3):
     blocks = np.full((1, 32, 4), seed, np.float32)
     table = np.zeros((1, 32, 32), np.float32)
