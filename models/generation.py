@@ -25,7 +25,7 @@ from mxjax.intake.token_ids import token_ids
 from mxjax.models.config import ModelConfig
 from mxjax.models.functional import CacheFormat
 from mxjax.models.transformer import CausalLM
-from mxjax.numerics import implementations
+from mxjax.numerics import implementations, pytree_nodes
 
 TOKENS_AT_ONCE = 16
 """Tokens per row that one program generates on a GPU; then it asks whether to stop."""
@@ -40,7 +40,7 @@ Prompts = jax.Array | np.ndarray | Sequence[np.ndarray | Sequence[int]]
 """Prompts of equal length, int32 `[B, T]`, or of any lengths, one after the other."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Choice:
   """How tokens are chosen from logits, and which of them end a row.
@@ -99,7 +99,7 @@ def choice_of(
   return Choice(key, temperature, top_p, ends, top_k)
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Cache:
   """Key-value cache of all layers.
@@ -138,12 +138,7 @@ def empty_cache(
   return Cache(empty, jnp.zeros(batch, jnp.int32))
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["cache", "newest", "is_done"],
-  meta_fields=[],
-  drop_fields=["longest"],
-)
+@functools.partial(pytree_nodes.register, dropped=["longest"])
 @dataclasses.dataclass(frozen=True)
 class Decoding:
   """Sequences between two tokens: what programs take and give.

@@ -13,14 +13,14 @@ from mxjax.layers.quantized_linear import (
   quantized_products,
   quantized_sum,
 )
-from mxjax.numerics import mxfp4, straight_through
+from mxjax.numerics import mxfp4, pytree_nodes, straight_through
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST, rounded
 from mxjax.numerics.shaping import input_maps
 from mxjax.pallas_kernels.refinement import fused_inputs
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Int8Matrix:
   """An embedding or head in int8: `codes * scales[:, None]`; never a target.
@@ -50,7 +50,7 @@ class Int8Matrix:
     return codes * _rows(self.scales, index)[..., None]
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class StraightThrough:
   """A linear for learning: rounds its inputs straight-through; never a result.
@@ -69,7 +69,7 @@ class StraightThrough:
     return linear(straight_through.round_rows(x, self.rules), self.weight)
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Transformed:
   """A float linear in the coordinates of an input map, before both encodings.
@@ -97,7 +97,7 @@ class Transformed:
     )
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class ScaledInputs:
   """A strict linear for learning the scales of its inputs; never a result.
@@ -153,7 +153,7 @@ _scaled_linear.defvjp(
 )
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Perturbed:
   """A linear whose outputs are perturbed, to differentiate by them; never a result.
@@ -172,7 +172,7 @@ class Perturbed:
     return y + self.perturbation.reshape(y.shape).astype(y.dtype)
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class RowSharded:
   """A weight whose output rows are sharded over `axis`; only inside `shard_map`.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import float_bits
+from mxjax.numerics import float_bits, pytree_nodes
 
 MAX = 448.0
 """The largest E4M3 value: 1.75 x 2^8."""
@@ -34,7 +34,7 @@ _NAN = 255
 """The scale of a vector that is not finite; E8M0's NaN."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class ScaledE4M3:
   """Vectors along the last axis as E4M3 codes with a scale each; made by `encode`.

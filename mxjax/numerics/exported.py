@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from mxjax.numerics import pytree_nodes
+
 Class = TypeVar("Class", bound=type)
 
 
@@ -21,7 +23,7 @@ def register_dataclass(cls: Class) -> Class:
 
   A static field is JSON-ready, or a dataclass like its default.
   """
-  jax.tree_util.register_dataclass(cls)
+  pytree_nodes.register(cls)
   defaults = [f.default for f in dataclasses.fields(cls) if f.metadata.get("static")]
   is_nested = [dataclasses.is_dataclass(default) for default in defaults]
 

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.numerics import pytree_nodes
 from mxjax.pallas_kernels import lowering
 
 _STEP = 32
 """Shares that are read at once."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Attended:
   """Deferred attention outputs: the partial results of several programs.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import mxfp4, pytree_nodes
 from mxjax.pallas_kernels import codec
 
 FORM = jnp.float8_e5m2
@@ -38,7 +38,7 @@ def in_order_of_blocks(x: jax.Array) -> jax.Array:
   return parts.swapaxes(-3, -2).reshape(x.shape)
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Float8Inputs:
   """Legal A4 inputs `[n, d]`.

@@ -9,14 +9,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import mxfp4, pytree_nodes
 from mxjax.pallas_kernels import codec
 
 UNIT = 0.5
 """What an integer counts, in units of its block's scale."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Int8Inputs:
   """Legal A4 inputs `[n, d]`.

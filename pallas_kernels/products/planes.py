@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import mxfp4, pytree_nodes
 from mxjax.pallas_kernels import codec, lowering
 
 COUNT = 4
@@ -27,7 +27,7 @@ WORDS = mxfp4.BLOCK_SIZE // COUNT
 """Words in a block."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Planes:
   """Values `[n, d]` by planes: bfloat16 `[4, n, d / 4]`."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import elementwise, mxfp4
+from mxjax.numerics import elementwise, mxfp4, pytree_nodes
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.pallas_kernels import lowering, recovery
 from mxjax.pallas_kernels.attention import shares
@@ -28,7 +28,7 @@ _CHUNK = 1024
 _BLOCK = mxfp4.BLOCK_SIZE
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Normalized:
   """Rows with a deferred RMS norm; see `elementwise.rms_norm`.
@@ -62,7 +62,7 @@ class Normalized:
     return elementwise.rms_norm(self.rows, self.weight, self.eps)
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class GatedProduct:
   """Gate and up outputs with a deferred SwiGLU product, optionally corrected.

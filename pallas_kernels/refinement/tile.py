@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import mxfp4, pytree_nodes
 from mxjax.pallas_kernels import codec, lowering, pairs
 
 _BLOCK = mxfp4.BLOCK_SIZE
@@ -41,7 +41,7 @@ _TERMS = 4
 """Terms that lie side by side: three, and zeros, as sizes are powers of two."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Tables:
   """The stored tables of a linear, float32 or bfloat16, and how its rule uses them.
@@ -61,7 +61,7 @@ class Tables:
   rounds_up: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Loaded:
   """A block's tables in registers, each `joined_terms` of it if products are split.

@@ -47,7 +47,7 @@ from mxjax.methods.program import (
   pack,
 )
 from mxjax.methods.recovery import RecoveryFit
-from mxjax.numerics import mxfp4
+from mxjax.numerics import mxfp4, pytree_nodes
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import (
   ActivationQuantizer,
@@ -59,7 +59,7 @@ from mxjax.numerics.shaping import dyadic_balance, input_maps
 MAX_LOG2_BALANCE = 4.0
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class HookRounding(ActivationQuantizer):
   """Dynamic A4 quantizer of a candidate's hook; illegal payloads decode to NaN.

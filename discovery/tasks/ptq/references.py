@@ -20,12 +20,12 @@ from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.linear import StraightThrough
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import mxfp4, precision
+from mxjax.numerics import mxfp4, precision, pytree_nodes
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class Unrounded(ActivationQuantizer):
   """Leaves mapped inputs as they are."""
@@ -38,7 +38,7 @@ class Unrounded(ActivationQuantizer):
     return blocks
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class RoundedInputs(StraightThrough):
   """A linear that rounds its mapped inputs by any A4 rule, with its weight in float.

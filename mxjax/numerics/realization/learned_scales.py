@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import float_bits, mxfp4
+from mxjax.numerics import float_bits, mxfp4, pytree_nodes
 from mxjax.numerics.realization import gptq
 
 SUBGROUPS = 4
@@ -23,7 +23,7 @@ MIN_FACTOR = 2.0**-10
 """Lower bound of a learned factor, because the scale of a block must stay positive."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class LearnedScales:
   """The learned parameters of one linear, float32.

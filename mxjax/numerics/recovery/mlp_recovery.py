@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import compilation
-from mxjax.numerics import precision
+from mxjax.numerics import precision, pytree_nodes
 from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.exported import register_dataclass
 
@@ -40,7 +40,7 @@ class MlpRecovery:
   gate_deviation: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class GateMoments:
   """Count, sum and sum of squares of gate outputs, as float64 scalars."""
@@ -50,7 +50,7 @@ class GateMoments:
   square: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class CellMoments:
   """Weighted normal equations of calibration cells, float64.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import compilation
-from mxjax.numerics import precision
+from mxjax.numerics import precision, pytree_nodes
 from mxjax.numerics.exported import register_dataclass
 
 
@@ -28,7 +28,7 @@ class ValueRecovery:
   offset: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class ValueMoments:
   """Sums over scalar pairs (value x, target y) of each head, float64 `[kv_heads]`.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import compilation
-from mxjax.numerics import mxfp4, precision, projections
+from mxjax.numerics import mxfp4, precision, projections, pytree_nodes
 from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.shaping import input_maps
 
@@ -31,7 +31,7 @@ FLOOR = 2.0**-30
 no input or no weight uses has a quotient of zero and not 0 / 0."""
 
 
-@jax.tree_util.register_dataclass
+@pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
 class AnchorStatistics:
   """Moments of the anchor encoding by fold, float64 `[2, blocks, 32, 32]`.
