@@ -5,9 +5,11 @@
 Of the log stay the events as `test_recorded_run.py` compares them, with the outcomes
 whole: what was measured is the recording machine's, as last bits differ from machine to
 machine. `proxy.jsonl` holds what the free proxy measured, in order, where it was asked.
-Neither has a path.
+`champions.json` holds the sources of the best programs after some numbers of calls.
+None has a path.
 """
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -22,11 +24,34 @@ TOLD = ("outputs", "parts", "task", "models")
 """What a replay is told besides, or tests read."""
 TASK = ("objective", "calibration", "windows", "margins", "initial", "references")
 """Options of a `ptq` task that the prompts depend on, and no path."""
+MARKS = (15, 20, 30)
+"""Numbers of calls after which the best program is kept, where a run had as many."""
 
 
 def compared(event):
   """What two logs have in common if they are of one run."""
   return {key: event[key] for key in KEPT if key in event}
+
+
+def events_of(run):
+  """The events of a run folder's log."""
+  return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def champions(run):
+  """Source of the best program of a run folder after each of `MARKS`, by "call N".
+
+  A run of fewer calls than a mark has no program of it.
+  """
+  events, kept = events_of(run), {}
+  spent = max((e["call"] for e in events if e["event"] == "outcome"), default=0)
+  programs = [e for e in events if e["event"] == "program"]
+  for mark in (mark for mark in MARKS if mark <= spent):
+    # A program that is proposed again later has its first call, and a later champion.
+    until = [*itertools.takewhile(lambda e, mark=mark: e["call"] <= mark, programs)]
+    best = run / "programs" / f"{until[-1]['champion']}.py"
+    kept[f"call {mark}"] = best.read_text()
+  return kept
 
 
 def main():
@@ -39,7 +64,7 @@ def main():
   # In the order in which a prompt tells them, which the log does not keep.
   task = json.loads((run / "run.json").read_text())["task"]
   rows = []
-  for event in map(json.loads, (run / "log.jsonl").read_text().splitlines()):
+  for event in events_of(run):
     told = {"open": {"task": task}, "replies": event}.get(event["event"], {})
     if event["event"] == "outcome":
       told = outcomes[event["exec_id"]]
@@ -49,6 +74,8 @@ def main():
   asked = [each for each in outcomes.values() if "proxy_error" in each["values"]]
   if asked:
     write(out / "proxy.jsonl", asked)
+  if best := champions(run):
+    (out / "champions.json").write_text(json.dumps(best, indent=1) + "\n")
 
 
 def write(path, rows):

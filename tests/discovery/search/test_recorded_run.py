@@ -18,7 +18,7 @@ from mxjax.cli.main import main
 from mxjax.discovery.core.task import Outcome
 from mxjax.discovery.proposers.llm import LlmProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from tests.golden.make_recorded_run import compared
+from tests.golden.make_recorded_run import champions, compared, events_of
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 MODELS = GOLDEN.parents[1] / "models" / "trained"
@@ -46,7 +46,7 @@ def recorded(name):
 
 @pytest.fixture(scope="module")
 def replayed(name, recorded, tmp_path_factory):
-  """The log of the search, told the outcomes that the recording machine computed.
+  """The folder of the search, told the outcomes that the recording machine computed.
 
   Programs are admitted and traced, and prompts are built here.
   """
@@ -88,15 +88,34 @@ def replayed(name, recorded, tmp_path_factory):
     assert main([*words, "--out", str(out)]) == 0
   assert not told
   assert not asked
-  return lines(out / "log.jsonl")
+  return out
 
 
 def test_the_replies_make_the_same_log(replayed, recorded):
-  assert len(replayed) == len(recorded)
-  for ours, theirs in zip(replayed, recorded, strict=True):
+  events = events_of(replayed)
+  assert len(events) == len(recorded)
+  for ours, theirs in zip(events, recorded, strict=True):
     mine, other = compared(ours), compared(theirs)
     is_probe = mine.get("kind") == "probe"
     assert mine == other | ({"condition": mine["condition"]} if is_probe else {})
+
+
+def test_the_kept_sources_of_best_programs_are_what_the_replies_make(name, replayed):
+  file = GOLDEN / f"{name}_by_a_model" / "champions.json"
+  kept = json.loads(file.read_text()) if file.exists() else {}
+  assert champions(replayed) == kept
+  # The world's run had fewer calls than the first mark.
+  assert list(kept) == (["call 15", "call 20", "call 30"] if name == "ptq" else [])
+  values = {
+    e["program"]: (e["value"], e["call"])
+    for e in events_of(replayed)
+    if e["event"] == "program"
+  }
+  for mark, source in kept.items():
+    calls = int(mark.removeprefix("call "))
+    by_then = {k: value for k, (value, call) in values.items() if call <= calls}
+    best = min(by_then, key=by_then.get)
+    assert source == (replayed / "programs" / f"{best}.py").read_text()
 
 
 def test_no_call_was_lost_to_the_form_of_an_answer(name, recorded):
