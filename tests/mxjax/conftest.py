@@ -1,10 +1,8 @@
 """The tiny model quantized once a method, for the tests of all rooms and workers."""
 
-import fcntl
 import functools
 import hashlib
 import os
-import pickle
 
 import pytest
 
@@ -12,6 +10,7 @@ from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run.quantize import run
+from tests.mxjax.made_once import made_once
 
 
 @pytest.fixture(scope="session")
@@ -32,17 +31,10 @@ def tiny_build(tiny_params, tiny_calib, tmp_path_factory):
   @functools.cache
   def build(method, contract=PAPER_CONTRACT):
     name = hashlib.sha256(f"{method} {contract.hash}".encode()).hexdigest()[:16]
-    path = folder / f"tiny-{name}.pickle"
-    with open(path.with_suffix(".lock"), "w") as lock:
-      fcntl.flock(lock, fcntl.LOCK_EX)
-      if path.exists():
-        return pickle.loads(path.read_bytes())
-      # Tests read only of HiRes what it measured of each linear.
-      options = {"check": False, "probe": method == "hires"}
-      program = methods.get(method)
-      result = run(tiny_params, tiny_calib, program, contract=contract, **options)
-      path.write_bytes(pickle.dumps(result))
-    return result
+    # Tests read only of HiRes what it measured of each linear.
+    options = {"contract": contract, "check": False, "probe": method == "hires"}
+    make = lambda: run(tiny_params, tiny_calib, methods.get(method), **options)
+    return made_once(folder / f"tiny-{name}.pickle", make)
 
   return build
 
