@@ -78,23 +78,32 @@ def fitted(task, source):
   return payload.to_params(operands, exact, model, rule)
 
 
+def kl_of_windows(task, quantized):
+  """Mean KL of each window of a task's text from the float model, in nats a token."""
+  model, params = task.options.load()
+  compared = agreement(model, params, quantized, task.options.tokens("measure"))
+  return compared.divergence.mean(-1, dtype=np.float64).tolist()
+
+
+def difference(ours, base):
+  """Mean and half interval of KL less another, `[draws, windows]`, by window."""
+  windows = np.mean(np.subtract(ours, base), axis=0)
+  half = Z * windows.std(ddof=1) / len(windows) ** 0.5
+  return f"{windows.mean():+.4f} ± {half:.4f}"
+
+
 def row(name, draw, label, program, folder):
   """Mean KL of each window by text; a label without a program is a method."""
   rule = program["activation_rule"] if program else "program"
   tasks = {text: task_on(name, folder, text, draw, rule) for text in TEXTS}
   first = tasks["C4"]
-  model, params = first.options.load()
   if program:
     quantized = fitted(first, program["source"])
   else:
+    model, params = first.options.load()
     calib = mxjax.Calibration(model, first.options.tokens("fit"))
     quantized = mxjax.quantize(params, calib, label)
-  kl = {
-    text: agreement(model, params, quantized, task.options.tokens("measure"))
-    .divergence.mean(-1, dtype=np.float64)
-    .tolist()
-    for text, task in tasks.items()
-  }
+  kl = {text: kl_of_windows(task, quantized) for text, task in tasks.items()}
   return {"model": name, "draw": draw, "program": label, "kl": kl}
 
 
@@ -112,9 +121,7 @@ def table(rows):
       ours, base = of(model, program, text), of(model, REFERENCE, text)
       cells += [f"{np.mean(ours):.4f}", ""]
       if base and len(ours) == len(base):
-        windows = np.mean(np.subtract(ours, base), axis=0)
-        half = Z * windows.std(ddof=1) / len(windows) ** 0.5
-        cells[-1] = f"{windows.mean():+.4f} ± {half:.4f}"
+        cells[-1] = difference(ours, base)
     lines.append(cells)
   columns = [[f"{text} KL", f"less that of {REFERENCE}"] for text in TEXTS]
   return common.markdown(["model", "program", *columns[0], *columns[1]], lines)
