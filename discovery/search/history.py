@@ -15,7 +15,7 @@ from mxjax.discovery.core.proposal import (
   Record,
 )
 from mxjax.discovery.core.residual import Explanation, Symbol
-from mxjax.discovery.core.store import Store
+from mxjax.discovery.core.store import Store, read_events
 from mxjax.discovery.core.task import Outcome, Status, Task
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.checkers import Check
@@ -34,13 +34,16 @@ class History:
     self.experiments: list[Experiment] = []
     self.on_event: OnEvent | None = None
     self._store, self._task, self._every = store, task, mark_every
-    self._marked, self._rank = 0, rank
+    self._marked, self._champion, self._rank = 0, "", rank
+    self._budget: int | None = None
     # Edits share their accounts, which a long run would hold thousands of times.
     self._accounts: dict[str, tuple[Explanation, ...]] = {}
 
   def emit(self, name: str, /, **fields: Any) -> None:
     """Logs an event."""
     event = self._store.emit(name, **fields)
+    if name == "open":
+      self._budget = event["config"]["budget"]
     if self.on_event:
       self.on_event(event)
 
@@ -156,15 +159,32 @@ class History:
     It has the lowest rank of the programs that had run by then.
 
     When a run ends, `spent` is its whole budget: one that ends early is compared with
-    the others, at each of their marks, by the champion that it had.
+    the others, at each of their marks, by the champion that it had. If the last of them
+    has another champion than the run, or there is none, a mark at the budget follows:
+    what a run ends with is always scored on held-out data.
     """
-    target = self._task.target
     measured = [record for record in records if record.is_accepted]
     while self._marked + self._every <= spent:
       self._marked += self._every
-      known = [r for r in measured if r.call <= self._marked]
-      best = min(known, key=self._rank)
-      self.emit("mark", call=self._marked, champion=best.id, value=best.values[target])
+      self._mark(self._marked, [r for r in measured if r.call <= self._marked])
+    if self._budget is not None and spent >= self._budget:
+      best = min(measured, key=self._rank)
+      if best.id != self._champion and not self._ended_before():
+        self._mark(self._budget, measured)
+
+  def _mark(self, call: int, known: Iterable[Record]) -> None:
+    best = min(known, key=self._rank)
+    self._champion = best.id
+    value = best.values[self._task.target]
+    self.emit("mark", call=call, champion=best.id, value=value)
+
+  def _ended_before(self) -> bool:
+    """Returns whether a log is replayed that ended when such marks were not made."""
+    if not self._store.replaying:
+      return False
+    logged = read_events(self._store.path)
+    marks = [event["call"] for event in logged if event["event"] == "mark"]
+    return logged[-1]["event"] == "closed" and self._budget not in marks
 
 
 def _all_met(checks: Mapping[str, Check]) -> bool | None:
