@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mxjax.discovery.audit import explain
-from mxjax.discovery.audit.explain import Story
-from mxjax.discovery.core import candidate_source
+from mxjax.discovery.audit.explain import Made, Story
 from mxjax.intake.texts import printable
 
 MAX_DIFF_LINES = 60
@@ -36,11 +35,8 @@ def _diff(text: str, most: int | None = None) -> str:
   return f"<pre>{chr(10).join(lines)}</pre>"
 
 
-def _named(story: Story) -> str:
-  program = story.program
-  value = f"{program['value']:.5g}" if program else "not measured"
-  label = shown(story.packet.get("label", "the initial program"))
-  return f"{code(story.packet['packet']['program'])} {label}: {value}"
+def _named(made: Made) -> str:
+  return f"{code(made.program)} {shown(made.label)}: {made.value}"
 
 
 def _folded(summary: str, content: str, *, is_open: bool = False) -> str:
@@ -48,7 +44,9 @@ def _folded(summary: str, content: str, *, is_open: bool = False) -> str:
   return f"<details{state}><summary>{summary}</summary>{content}</details>"
 
 
-def _line(told: Sequence[Story], events: list[dict[str, Any]]) -> list[Story]:
+def _line(
+  told: Sequence[Story], events: list[dict[str, Any]]
+) -> list[tuple[Story, Made]]:
   champion = [e for e in events if e["event"] == "program"][-1]["champion"]
   return explain.lineage(told, champion)
 
@@ -60,18 +58,16 @@ def champion(
   line, head = _line(told, events), "<h2>Champion</h2>"
   if len(line) < 2:
     return f"{head}<p>No program measured better than the initial one.</p>"
-  first, last = (story.packet["packet"]["program"] for story in (line[0], line[-1]))
-  whole = candidate_source.diff(
-    explain.source(folder, first),
-    explain.source(folder, last),
-    (f"initial {first[:12]}", f"champion {last[:12]}"),
-  )
-  steps = [_folded(_named(story), _diff(story.diff)) for story in line[1:-1]]
+  first, last = line[0][1].program, line[-1][1].program
+  whole = explain.difference(folder, first, last, ("initial", "champion"))
+  steps = [_folded(_named(made), _step(story, made)) for story, made in line[1:-1]]
+  story, best = line[-1]
   return "".join(
     [
       f"{head}<p>What the last of {len(line) - 1} steps changed of its parent, then "
-      "the steps before it and all of them together.</p>",
-      _folded(_named(line[-1]), _diff(line[-1].diff), is_open=True),
+      "the steps before it from the first on, and all of them together. A step is "
+      "named by its program, what it was called, and its value.</p>",
+      _folded(_named(best), _step(story, best), is_open=True),
       *steps,
       _folded("from the initial program to the champion", _diff(whole)),
       _folded(
@@ -83,28 +79,29 @@ def champion(
   )
 
 
+def _step(story: Story, made: Made) -> str:
+  """Returns what the packet of a program concluded, and how the program differs."""
+  return f"<p>{shown(explain.verdict(story))}.</p>{_diff(made.diff)}"
+
+
 def tree(told: Sequence[Story], events: list[dict[str, Any]]) -> str:
   """Returns the executed programs under their parents, the champion's line in bold."""
-  line = {story.packet["id"] for story in _line(told, events)}
-  children: defaultdict[str, list[Story]] = defaultdict(list)
-  seen: set[str] = set()
-  for story in told:
-    body = story.packet["packet"]
-    # A program may be proposed again; as in `explain.lineage`, its first packet counts.
-    if story.program is not None and body["program"] not in seen:
-      seen.add(body["program"])
-      children[body["parent"]].append(story)
+  line = {made.program for _, made in _line(told, events)}
+  children: defaultdict[str, list[Made]] = defaultdict(list)
+  for _, made in explain.first_made(told).values():
+    children[made.parent].append(made)
 
   def branch(parent: str) -> str:
     items = []
-    for story in children[parent]:
-      program, name = story.packet["packet"]["program"], _named(story)
-      summary = f"<b>{name}</b>" if story.packet["id"] in line else name
-      fold = _folded(summary, _diff(story.diff, MAX_DIFF_LINES))
-      items.append(f"<li>{fold}{branch(program)}</li>")
+    for made in children[parent]:
+      name = _named(made)
+      summary = f"<b>{name}</b>" if made.program in line else name
+      fold = _folded(summary, _diff(made.diff, MAX_DIFF_LINES))
+      items.append(f"<li>{fold}{branch(made.program)}</li>")
     return f"<ul>{''.join(items)}</ul>" if items else ""
 
   lead = (
-    "<p>Every executed program under its parent; the line of the champion in bold.</p>"
+    "<p>Every executed program under its parent, with the controls and probes that "
+    "were kept as programs; the line of the champion in bold.</p>"
   )
   return f'<h2>Lineage</h2>{lead}<div class="tree">{branch("")}</div>'

@@ -7,13 +7,12 @@ import pathlib
 from collections import Counter, defaultdict
 from typing import Any
 
-from mxjax.discovery.audit import explain, programs
+from mxjax.discovery.audit import explain, programs, words
 from mxjax.discovery.audit.explain import Story
-from mxjax.discovery.audit.status import proposer_use
+from mxjax.discovery.audit.status import owed, proposer_use
 from mxjax.discovery.core.ledger import KINDS
 from mxjax.discovery.core.residual import consistent
 from mxjax.discovery.core.store import begun_events, read_stored, write_for_people
-from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout, runs
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report import html as report_html
@@ -21,26 +20,6 @@ from mxjax.evaluation.report import numbers, svg
 from mxjax.intake.texts import printable
 
 Event = dict[str, Any]
-MEANINGS = {
-  Verdict.SUPPORTED: "the target improved, and only the proposed explanation is left",
-  Verdict.TARGET_ONLY: "the target improved, but another explanation is left",
-  Verdict.MEDIATOR_ONLY: "what was predicted beside the target came, without a gain",
-  Verdict.NO_EFFECT: "nothing predicted happened, or the program is its parent",
-  Verdict.UNRESOLVED: "several explanations are left, or none",
-  Verdict.UNSAFE: "a condition broke the contract, or the parent was not restored",
-}
-WORDS = {
-  "target": "What the search minimizes, on the visible model.",
-  "held-out target": "The same on a model that the search never sees.",
-  "packet": "A proposed program with explanations, their predictions and controls, "
-  "registered before anything runs.",
-  "condition": "One execution of a packet: the program itself, or a control.",
-  "residual": "A measured quantity over its threshold, which a packet explains.",
-  "call": "One charged execution by the evaluator.",
-  **{name: meaning.capitalize() + "." for name, meaning in MEANINGS.items()},
-}
-
-
 BANNERS = {
   "embedded": "It puts together what its edit templates hold, and nothing else.",
   "llm": "A language model wrote every edit, account and statement; what it wrote is "
@@ -52,12 +31,8 @@ BANNERS = {
 """What a reader has to know of the proposer, by the beginning of its name."""
 
 
-BECAME = (
-  "Measured: a later revision brought it under its threshold. Supported: an account of "
-  "it was borne out. Closed: the response to that was made, or its observable has no "
-  "room left. Left: its program is no longer retained."
-)
-"""What became of a question, in the words of its status."""
+STATUSES = ", ".join(f"{word} ({told})" for word, told in words.BECAME.items())
+"""What can become of a question, in a sentence."""
 
 
 def write(folder: pathlib.Path) -> pathlib.Path:
@@ -74,6 +49,7 @@ def page(folder: pathlib.Path) -> str:
   title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"
   sections = [
     _summary(folder, events),
+    report_html.glossary(words.WORDS),
     _curves(folder, events),
     _ledger(folder, events),
     _verdicts(told),
@@ -82,7 +58,6 @@ def page(folder: pathlib.Path) -> str:
     _packets(told, events),
     _refused(events),
     programs.tree(told, events),
-    report_html.glossary(WORDS),
   ]
   head = f"<header><h1>{html.escape(title)}</h1></header>"
   lead = f'<p class="lead">{html.escape(_lead(events))}</p>'
@@ -91,7 +66,9 @@ def page(folder: pathlib.Path) -> str:
 
 def _lead(events: list[Event]) -> str:
   first, last = events[0], events[-1]
-  state = "open" if last["event"] != "closed" else f"closed: {last['reason']}"
+  state = (
+    "open" if last["event"] != "closed" else f"closed: {last['reason'].rstrip('.')}"
+  )
   name = str(first["proposer"])
   said = next((told for kind, told in BANNERS.items() if name.startswith(kind)), "")
   return printable(f"Proposer {name}. {state}. {said}", "")
@@ -118,6 +95,7 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
       programs.code(champion),
       f"{best['value']:.5g} at call {best['call']}",
     ],
+    ["champion, held out", "", _held_out(folder, events, champion)],
     ["sandbox", html.escape(options["sandbox"]), ""],
     ["log", programs.code(events[-1]["hash"]), f"{len(events)} chained events"],
   ]
@@ -127,6 +105,17 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
   more = f"<details><summary>configuration</summary><pre>{config}</pre></details>"
   head = ["", "", f"{html.escape(target)}, the target; lower is better"]
   return "<h2>Run</h2>" + report_html.table(head, rows) + more
+
+
+def _held_out(folder: pathlib.Path, events: list[Event], champion: str) -> str:
+  """Returns the held-out value of the champion, or why there is none, in words."""
+  if events[-1]["event"] != "closed":
+    return "told when the run has ended"
+  scores = [m for m in heldout.unsealed(folder) if m["champion"] == champion]
+  if not scores:
+    return "it was not scored"
+  value = scores[-1]["value"]
+  return f"{value:.5g}" if value is not None else html.escape(scores[-1]["status"])
 
 
 def _target(events: list[Event], initial: Event) -> str:
@@ -242,7 +231,10 @@ def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
   )
   note = (
     f"<p>{proposals} proposals, {len(refused)} of them refused before any call. "
-    "A repeated execution costs nothing.</p>"
+    "A repeated execution costs nothing, and is counted as reused; a failed one ended "
+    "without values. A candidate is a proposed program as it is. "
+    + " ".join(f"A {word}: {_low(words.WORDS[word])}" for word in ("control", "probe"))
+    + "</p>"
   )
   use = proposer_use(folder, events, events[0]["config"])
   note += "".join(f"<p>{programs.shown(line.strip())}</p>" for line in use)
@@ -250,26 +242,38 @@ def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
   return "<h2>Ledger</h2>" + report_html.table(head, body) + note
 
 
+def _low(sentence: str) -> str:
+  """Returns a sentence with a small first letter, to stand behind a colon."""
+  return sentence[:1].lower() + sentence[1:]
+
+
 def _verdicts(told: list[Story]) -> str:
   verdicts = [s.verdict for s in told if s.verdict]
   keys = ("verdict", "reason", "response")
   counts = Counter(tuple(v[key] for key in keys) for v in verdicts)
   checks = [check for s in told for check in s.checks]
-  done = sum(c["implemented"] for c in checks)
+  found = Counter(c["implemented"] for c in checks)
+  unknown = f", and {found[None]} could not tell" if found[None] else ""
   explicit = Counter(v["explicit"] for v in verdicts)
+  means = lambda key: (
+    f"{words.concluded(dict(zip(keys, key, strict=True)))}. The next program is to: "
+    f"{words.ASKS.get(key[2], key[2])}."
+  )
   rows = [
     [
       *map(html.escape, key),
       str(n),
-      f'<td class="long">{MEANINGS[Verdict(key[0])]}</td>',
+      f'<td class="long">{html.escape(means(key))}</td>',
     ]
     for key, n in sorted(counts.items())
   ]
   note = (
-    f"<p>{len(verdicts) - explicit['']} of {len(verdicts)} verdicts exclude an account "
-    f"that shares the focal one's primary prediction, {explicit['primary']} of them by "
-    f"the primary run alone; {done} of {len(checks)} checks found the response in the "
-    "executed computation.</p>"
+    f"<p>{len(verdicts) - explicit['']} of {len(verdicts)} verdicts are explicit: they "
+    "exclude the focal account, which the proposer put first, or a rival, which "
+    "predicts the same of the primary run. Any other account is a straw man, which "
+    f"the primary run tells from the focal one by itself. {explicit['primary']} are "
+    f"explicit by the primary run alone. {found[True]} of {len(checks)} checks found "
+    f"the required response in what was executed{unknown}.</p>"
   )
   head = ["verdict", "reason", "required response", "packets", "it means"]
   return "<h2>Verdicts</h2>" + report_html.table(head, rows) + note
@@ -281,21 +285,34 @@ def _residuals(events: list[Event]) -> str:
   for event in events:
     if event["event"] == "residual":
       status[event["key"]].append(event["status"])
-  rows = []
-  for r in opened:
-    moves = status.get(f"{r['program'][:12]}:{r['observable']}")
-    if moves:
-      rows.append(
-        [
-          programs.code(r["program"]),
-          html.escape(r["observable"]),
-          f"{r['value']:.4g} over {r['threshold']:.4g}",
-          html.escape(", then ".join(moves)),
-        ]
-      )
-  note = f"<p>{len(opened)} opened; of {len(rows)} something became. {BECAME}</p>"
-  head = ["program", "observable", "measured", "what became of it"]
-  return "<h2>Residuals</h2>" + note + (report_html.table(head, rows) if rows else "")
+  ended = [
+    (r, moves)
+    for r in opened
+    if (moves := status.get(f"{r['program'][:12]}:{r['observable']}"))
+  ]
+  rows = [
+    [
+      programs.code(r["program"]),
+      html.escape(r["observable"]),
+      f"{r['value']:.4g} over {r['threshold']:.4g}",
+      html.escape(", then ".join(moves)),
+    ]
+    for r, moves in ended
+    if moves != ["left"]
+  ]
+  still = sum(moves[-1] == "supported" for _, moves in ended)
+  is_open = len(opened) - len(ended)
+  note = (
+    f"<p>{len(opened)} questions were opened. {is_open} are open"
+    + (f", {still} wait for the response to a verdict" if still else "")
+    + f". {len(ended) - len(rows)} ended with nothing but that their program was no "
+    f"longer retained; they are not listed. What becomes of a question: {STATUSES}."
+    f"</p><p>A demand: {_low(words.WORDS['demand'])}</p>"
+  )
+  lines = "".join(f"<p>{programs.shown(line.strip())}.</p>" for line in owed(events))
+  head = ["measured on", "observable", "value over threshold", "what became of it"]
+  table = report_html.table(head, rows) if rows else ""
+  return f"<h2>Residuals</h2>{note}{lines}{table}"
 
 
 def _refused(events: list[Event]) -> str:
@@ -334,10 +351,15 @@ def _packets(told: list[Story], events: list[Event]) -> str:
       f"{predicted}"
       f"{_concluded(story, margins)}</details>"
     )
-  shown = ", ".join(f"{name} {margin:.3g}" for name, margin in margins.items())
+  shown = html.escape(explain.margins_of(margins))
+  defined = "".join(
+    f"<li><b>{html.escape(word)}</b>: {html.escape(told)}</li>"
+    for word, told in {**words.SYMBOLS, **words.STATES}.items()
+  )
   lead = (
     "<p>What was asked, what each account said and predicted, what was measured, and "
-    f"what followed. Margins: {html.escape(shown)}.</p>"
+    "what followed. A prediction that failed is struck out. Margins, the changes that "
+    f"count: {shown}.</p><ul>{defined}</ul>"
   )
   return "<h2>Packets</h2>" + lead + "".join(parts)
 
@@ -351,7 +373,8 @@ def _moved(story: Story, values: dict[str, float], target: str) -> str:
   told = (
     f"{html.escape(target)} from {before:.6g} to {after:.6g} ({after - before:+.3g})"
   )
-  return f"<p>A revision of {programs.code(parent)}: {told}.</p>"
+  called = programs.shown(explain.called(story, parent))
+  return f"<p>A revision of {called}: {told}.</p>"
 
 
 def _said(story: Story) -> str:
@@ -359,10 +382,7 @@ def _said(story: Story) -> str:
   packet = story.packet["packet"]
   lines = [str(story.packet.get("note", ""))]
   if r := packet["residual"]:
-    lines.append(
-      f"Asked about {r['observable']}, {r['value']:.4g} on the parent and open above "
-      f"{r['threshold']:.4g}."
-    )
+    lines.append(f"Asked about {explain.asked(story, r)}")
   lines += [f"{a['name']}: {a['statement']}" for a in packet["explanations"]]
   return "".join(f"<p>{programs.shown(line)}</p>" for line in lines if line)
 
@@ -370,20 +390,18 @@ def _said(story: Story) -> str:
 def _concluded(story: Story, margins: dict[str, float]) -> str:
   """Returns the values of every condition, what they excluded, and what followed."""
   lines = [
-    f"{o['condition']}: {explain.measured(story, o, margins) or o['detail']}"
+    f"{explain.condition(story, o['condition'])}: "
+    f"{explain.measured(story, o, margins) or o['detail']}"
     for o in story.outcomes
   ]
-  if v := story.verdict:
-    gone = [f"{name} by {condition}" for name, condition in v["excluded"].items()]
-    lines.append(
-      f"{v['verdict']} ({v['reason']}); excluded: {', '.join(gone) or 'none'}; left: "
-      f"{', '.join(v['survivors']) or 'none'}; it asks: {v['response']}"
-    )
-  lines += [explain.demanded(event) for event in story.demands]
   lines += [
-    f"{c['response']}: {explain.CHECKED[c['implemented']]}; {c['detail']}"
-    for c in story.checks
+    f"Kept as a program of its own: {made.program[:12]}, {made.label}: {made.value}."
+    for made in story.adopted.values()
   ]
+  if story.verdict:
+    lines.append(explain.concluded(story.verdict))
+  lines += [explain.demanded(story, event) for event in story.demands]
+  lines += [explain.checked(story, event) for event in story.checks]
   return "".join(f"<p>{programs.shown(line)}</p>" for line in lines)
 
 

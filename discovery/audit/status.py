@@ -9,8 +9,10 @@ import time
 from collections import Counter
 from typing import Any
 
+from mxjax.discovery.audit.explain import quoted
 from mxjax.discovery.core.ledger import KINDS
 from mxjax.discovery.core.store import read_events, read_stored
+from mxjax.discovery.core.verdict import FORBIDDING
 from mxjax.discovery.search import runs
 
 LATEST = 5
@@ -40,6 +42,7 @@ def read(folder: pathlib.Path) -> tuple[str, bool]:
     _calls(folder, events, config),
     *_programs(events),
     *_questions(events),
+    *owed(events),
     *proposer_use(folder, events, config),
   ]
   return "\n".join(lines), is_closed
@@ -93,6 +96,54 @@ def _questions(events: list[dict[str, Any]]) -> list[str]:
     f"open questions: {left.total()}" + (f": {named}" if named else ""),
     *(f"  {labels[e['packet']]}: {e['verdict']} ({e['reason']})" for e in verdicts),
   ]
+
+
+STANDING = ("owed", "failed")
+"""What the log says of a demand that stands afterwards."""
+
+
+def owed(events: list[dict[str, Any]]) -> list[str]:
+  """Returns what later programs still owe to verdicts, and what is forbidden to them.
+
+  A demand outlives the question that it came from: the parts that an edit changed are
+  to be answered for, whether or not the measured quantity is over its threshold.
+  """
+  standing: dict[tuple[str, str], dict[str, Any]] = {}
+  for event in events:
+    if event["event"] == "demand":
+      key = event["program"], event["packet"]
+      standing.pop(key, None)
+      if event["status"] in STANDING:
+        standing[key] = event
+  kept = _retained(events)
+  mine = [event for (holder, _), event in standing.items() if holder in kept]
+  asking = [event for event in mine if event["response"] not in FORBIDDING]
+  forbidden = {e["packet"] for e in mine if e["response"] in FORBIDDING}
+  labels = {e["id"]: e.get("label", "") for e in events if e["event"] == "packet"}
+  about = {e["packet"]: e for e in events if e["event"] == "verdict"}
+  lines = [f"owed to verdicts: {len(asking)}"]
+  if asking:
+    lines[0] += ", whether or not their questions are still open"
+  for event in asking:
+    verdict, label = about[event["packet"]], quoted(labels[event["packet"]])
+    observable = verdict["residual"].partition(":")[2]
+    lines.append(
+      f"  {event['response']} in {', '.join(event['computation'])}, by revisions of "
+      f"{event['program'][:12]}: the verdict on {label} about {observable} was "
+      f"{verdict['verdict']}"
+    )
+  if forbidden:
+    lines.append(f"forbidden by verdicts: {len(forbidden)} changes")
+  if left := len(standing) - len(mine):
+    lines.append(f"owed by programs that are no longer retained: {left}")
+  return lines
+
+
+def _retained(events: list[dict[str, Any]]) -> set[str]:
+  """Returns the programs that are retained, as the search ranks them."""
+  known = {e["program"]: e for e in events if e["event"] == "program" and e["kept"]}
+  ranked = sorted(known.values(), key=lambda e: (e["value"], e["call"]))
+  return {e["program"] for e in ranked[: events[0]["config"]["frontier"]]}
 
 
 def proposer_use(

@@ -7,9 +7,14 @@ import re
 import pytest
 
 from mxjax.cli.main import main
-from mxjax.discovery.audit import explain, programs, report
+from mxjax.discovery.audit import explain, programs, report, words
 from mxjax.discovery.core import candidate_source, store
+from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search import heldout, runs
+from mxjax.discovery.tasks import world
 from mxjax.evaluation.report.html import STYLE
+from tests.discovery import searching
 from tests.discovery.proposers.test_endpoint import TASK, Server, chat, http
 from tests.discovery.proposers.test_language_models import discover
 
@@ -66,8 +71,8 @@ def test_what_a_model_wrote_is_text_in_the_report(evil):
 
 
 def test_orders_of_a_model_reach_no_terminal_and_stop_nothing(evil, capsys):
-  for words in (["status", str(evil)], ["report", str(evil)]):
-    assert main(["discover", *words]) == 0
+  for verb in ("status", "report"):
+    assert main(["discover", verb, str(evil)]) == 0
   shown = capsys.readouterr().out
   assert "ignore the rules" in shown.replace("\n", " ")
   assert not [c for c in shown if not c.isprintable() and c != "\n"]
@@ -82,11 +87,11 @@ def test_the_champion_is_told_from_its_parent_and_from_the_beginning(evil):
   assert len(line) > 2
   section = page.partition("<h2>Champion</h2>")[2].partition("<h2>")[0]
   opened = section.partition("<details open>")[2].partition("</details>")[0]
-  lines = [programs.shown(text) for text in line[-1].diff.splitlines()]
+  lines = [programs.shown(text) for text in line[-1][1].diff.splitlines()]
   assert all(text in opened for text in lines)
   # The steps before it, the whole way and the whole source are folded.
   assert section.count("<details>") == len(line)
-  first = explain.source(evil, line[0].packet["packet"]["program"])
+  first = explain.source(evil, line[0][1].program)
   last = explain.source(evil, champion)
   whole = candidate_source.diff(first, last, ("a", "b")).splitlines()[2:]
   assert all(programs.shown(text) in section for text in whole)
@@ -109,6 +114,8 @@ def test_the_report_says_what_was_refused_and_speaks_of_the_proposer_that_ran(ev
     assert f"Visible target by {name}" in page
   packets = page.partition("<h2>Packets</h2>")[2].partition("<h2>")[0]
   assert "loss 0.004.</p>" in packets, "margins"
+  for word, told in {**words.SYMBOLS, **words.STATES}.items():
+    assert f"<li><b>{word}</b>: {html.escape(told)}</li>" in packets, "where it stands"
   packet = next(e for e in events if e["event"] == "packet" and "label" in e)
   assert programs.shown(packet["note"]) in packets, "what the model says"
   ran = [e for e in events if e["event"] == "outcome"]
@@ -153,7 +160,7 @@ def test_a_reader_sees_what_the_target_is_and_how_far_each_packet_moved_it(evil)
     if parent and outcome["status"] == "ok":
       before, after = programs_[parent]["value"], outcome["values"]["loss"]
       moved = f"loss from {before:.6g} to {after:.6g} ({after - before:+.3g})."
-      assert f"A revision of {programs.code(parent)}: {moved}" in page
+      assert re.search(f"A revision of {parent[:12]} [^<>]*: {re.escape(moved)}", page)
       told += 1
   assert told
 
@@ -175,3 +182,63 @@ def test_a_prediction_that_holds_is_not_struck_out():
   shown = report._predictions(story)
   assert "<del>kept</del>" in shown
   assert "<del>lost</del>" not in shown, "what is reversed is lost"
+
+
+def test_the_words_come_before_the_first_table_that_uses_them(evil):
+  page = report.page(evil)
+  first = page.index("Words on this page")
+  assert page.index("<h2>Run</h2>") < first < page.index("<h2>Ledger</h2>")
+  assert all(f"<dt>{html.escape(word)}</dt>" in page for word in words.WORDS)
+  verdicts = page.partition("<h2>Verdicts</h2>")[2].partition("<h2>")[0]
+  for word in ("focal account", "rival", "straw man", "explicit"):
+    assert word in verdicts
+
+
+def opened(*names):
+  """The program event of a run that opens questions of these programs."""
+  asks = {"observable": "o", "value": 2.0, "threshold": 1.0}
+  return {"event": "program", "residuals": [{"program": n, **asks} for n in names]}
+
+
+def moved(name, status):
+  return {"event": "residual", "key": f"{name}:o", "status": status}
+
+
+def test_questions_that_only_lost_their_program_are_counted_and_not_listed():
+  config = {"event": "open", "config": {"frontier": 8}}
+  events = [config, {**opened(*"abcd"), "program": "a", "kept": False}]
+  events += [moved("a", "left"), moved("b", "supported"), moved("b", "closed")]
+  events += [moved("c", "left"), moved("c", "closed")]
+  section = report._residuals(events)
+  told = "4 questions were opened. 1 are open. 1 ended with nothing but that their"
+  assert told in section
+  rows = re.findall(r"<tr><td><code>(\w+)</code>.*?<td>([^<]*)</td></tr>", section)
+  assert rows == [("b", "supported, then closed"), ("c", "left, then closed")]
+
+
+def test_checks_that_could_not_tell_are_counted_apart():
+  checks = tuple({"implemented": each} for each in (True, None, False, True))
+  story = explain.Story({}, (), (), None, checks, None, "")
+  section = report._verdicts([story])
+  assert "2 of 4 checks found the required response" in section
+  assert "and 1 could not tell" in section
+
+
+def test_the_champion_has_its_held_out_value_in_the_first_table(tmp_path):
+  """Also where the run ended before a multiple of calls that is scored."""
+  folder, task = tmp_path / "run", world.World(seed=5)
+  config = {"seed": 5, "budget": 6, "mark_every": 20}
+  options = runs.RunOptions(task=dict(task.spec), config=config, sandbox="off")
+  runs.write_options(folder, options)
+  proposer = EmbeddedProposer(task.edit_templates, "loss")
+  best = searching.run(folder, task, proposer, **config).programs.best
+  row = lambda: re.search(r"champion, held out</td><td></td><td>([^<]*)", page())[1]
+  page = lambda: report.page(folder)
+  assert row() == "it was not scored"
+  hidden = task.holdout()
+  archive = store.Store(tmp_path / "archive")
+  heldout.score_closed(folder, hidden, LocalExecutor(hidden), archive)
+  archive.close()
+  (score,) = heldout.unsealed(folder)
+  assert (score["call"], score["champion"]) == (6, best.id)
+  assert row() == f"{score['value']:.5g}"

@@ -373,9 +373,8 @@ def test_the_story_of_a_program_that_was_a_control_is_that_of_its_packet(tmp_pat
   running, _, _ = run(tmp_path, proposed(both, **asked))
   best = running.programs.best.id
   (story,) = explain.find(tmp_path, best[:10])
-  assert story.adopted == (best,)
-  assert f"kept as a program of its own: {best[:12]}" in explain.text(story, {})
+  assert [*story.adopted] == [best]
+  kept = f"kept as a program of its own: {best[:12]}, edit, as in w: "
+  assert kept in explain.text(story, {})
   told = explain.stories(tmp_path, store.read_events(tmp_path))
-  assert [s.packet["packet"]["program"] for s in explain.lineage(told, best)][1:] == [
-    story.packet["packet"]["program"]
-  ]
+  assert [m.program for _, m in explain.lineage(told, best)][1:] == [best]
