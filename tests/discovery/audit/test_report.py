@@ -216,6 +216,29 @@ def test_questions_that_only_lost_their_program_are_counted_and_not_listed():
   assert rows == [("b", "supported, then closed"), ("c", "left, then closed")]
 
 
+def test_what_is_owed_stands_beside_the_questions_of_which_none_is_open():
+  config = {"event": "open", "config": {"frontier": 8}}
+  program = {**opened("a"), "program": "a", "kept": True, "value": 1.0, "call": 1}
+  about = {"residual": "a:o", "verdict": "supported"}
+  demand = {"event": "demand", "program": "a", "response": "extend", "status": "owed"}
+  section = report._residuals(
+    [
+      *(config, program, {"event": "packet", "id": "x", "label": "<first>"}),
+      {"event": "verdict", "packet": "x", **about},
+      {**demand, "packet": "x", "computation": ["h"]},
+      moved("a", "measured"),
+    ]
+  )
+  assert "1 questions were opened. 0 are open." in section
+  assert (
+    "owed to verdicts: 1, whether or not their questions are still open." in section
+  )
+  told = (
+    'extend in h, by revisions of a: the verdict on "<first>" about o was supported.'
+  )
+  assert html.escape(told) in section
+
+
 def test_checks_that_could_not_tell_are_counted_apart():
   checks = tuple({"implemented": each} for each in (True, None, False, True))
   story = explain.Story({}, (), (), None, checks, None, "")

@@ -73,6 +73,13 @@ def test_a_run_that_ended_without_such_a_mark_still_replays(tmp_path):
   before = searching.log(tmp_path / "old")
   run(tmp_path / "old", mark_every=BUDGET + 1)
   assert searching.log(tmp_path / "old") == before
+  # One that has the mark repeats it, also where its end is lost.
+  run(tmp_path / "new", mark_every=BUDGET + 1)
+  whole = searching.log(tmp_path / "new")
+  lines = whole.splitlines(keepends=True)
+  (tmp_path / "new" / "log.jsonl").write_bytes(b"".join(lines[:-1]))
+  run(tmp_path / "new", mark_every=BUDGET + 1)
+  assert searching.log(tmp_path / "new") == whole
   # One that was killed before its end ends as any does now.
   lines = before.splitlines(keepends=True)
   (tmp_path / "old" / "log.jsonl").write_bytes(b"".join(lines[:-1]))
