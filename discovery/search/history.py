@@ -28,22 +28,26 @@ class History:
   """The experiments of a run; `on_event`, if set, receives every logged event."""
 
   def __init__(
-    self, store: Store, task: Task, mark_every: int, rank: Callable[[Record], Any]
+    self,
+    store: Store,
+    task: Task,
+    rank: Callable[[Record], Any],
+    *,
+    mark_every: int,
+    budget: int,
   ) -> None:
     """Starts empty; the champion has the lowest `rank`."""
     self.experiments: list[Experiment] = []
     self.on_event: OnEvent | None = None
-    self._store, self._task, self._every = store, task, mark_every
-    self._marked, self._champion, self._rank = 0, "", rank
-    self._budget: int | None = None
+    self._store, self._task, self._rank = store, task, rank
+    self._every, self._budget = mark_every, budget
+    self._marked, self._champion = 0, ""
     # Edits share their accounts, which a long run would hold thousands of times.
     self._accounts: dict[str, tuple[Explanation, ...]] = {}
 
   def emit(self, name: str, /, **fields: Any) -> None:
     """Logs an event."""
     event = self._store.emit(name, **fields)
-    if name == "open":
-      self._budget = event["config"]["budget"]
     if self.on_event:
       self.on_event(event)
 
@@ -167,7 +171,7 @@ class History:
     while self._marked + self._every <= spent:
       self._marked += self._every
       self._mark(self._marked, [r for r in measured if r.call <= self._marked])
-    if self._budget is not None and spent >= self._budget:
+    if spent >= self._budget:
       best = min(measured, key=self._rank)
       if best.id != self._champion and not self._ended_before():
         self._mark(self._budget, measured)

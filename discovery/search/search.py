@@ -67,7 +67,9 @@ class Search:
     self.residuals = frontier.ResidualFrontier(self._task.margins)
     self.scopes = scopes.Scopes(self._task.interface, self._task.margins)
     rank = self.programs.rank
-    self.history = History(store, self._task, config.mark_every, rank)
+    self.history = History(
+      store, self._task, rank, mark_every=config.mark_every, budget=config.budget
+    )
     self._run = functools.partial(self.history.run, evaluator, self.ledger)
     self._ask_proxy = ask
     self._records: dict[str, Record] = {}

@@ -61,8 +61,9 @@ def plan(options: argparse.Namespace) -> None:
   proposals = search.budget * search.proposals_per_call
   held_out = "nothing is scored on held-out data"
   if task.holdout() is not None and run_.holdout != "off":
-    marks = search.budget // search.mark_every
-    held_out = f"{marks} champions are scored on held-out data outside the budget"
+    # And the last one, where it came after the last multiple.
+    marks = -(-search.budget // search.mark_every)
+    held_out = f"at most {marks} champions are scored held out, outside the budget"
   say(f"The task is {json.dumps(dict(task.spec))}.")
   say(
     f"A run pays {search.budget} evaluator calls, for candidates, controls and probes "
