@@ -1,0 +1,50 @@
+"""Every table of a trial that the documents show comes again from its archive."""
+
+import json
+import pathlib
+
+import pytest
+
+from mxjax.cli.main import main
+from mxjax.discovery.core import identity
+from mxjax.discovery.studies import trial
+
+RESULTS = pathlib.Path(__file__).parents[3] / "benchmarks" / "results"
+ARCHIVES = sorted(RESULTS.glob("discovery_trial_*.tar.xz"))
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_the_tables_are_those_of_the_archive(archive, capsys):
+  assert main(["discover", "trial", "tables", str(archive)]) == 0
+  stored = archive.with_name(archive.name.replace(".tar.xz", ".md"))
+  assert capsys.readouterr().out.strip() == stored.read_text().strip()
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_an_archive_says_nothing_of_the_machine_and_everything_of_the_trial(
+  archive, tmp_path
+):
+  folder = trial.unpack(archive, tmp_path)
+  plan = trial.read_plan(folder)
+  told = {
+    "cassettes": {path.stem for path in folder.glob("cassettes/*.jsonl")},
+    "runs": {path.parent.name for path in folder.glob("runs/*/log.jsonl")},
+    "replayed": {path.name for path in folder.glob("replay/*")},
+  }
+  assert told["runs"] == told["cassettes"] == {*plan["runs"]}
+  assert told["replayed"] == {*plan["replay"]["runs"]}
+  # A chain of hashes that holds, and no answer that was left out.
+  for log in folder.glob("runs/*/log.jsonl"):
+    last = ""
+    for line in log.read_text().splitlines():
+      event = json.loads(line)
+      assert event["previous"] == last
+      last = event.pop("hash")
+      assert last == identity.digest(event)
+  words = (b"/tmp/", b"/work/", b"/home/", b"/root/")
+  for path in folder.rglob("*"):
+    if path.is_file():
+      assert not [word for word in words if word in path.read_bytes()], path
+  found = [path for path in folder.glob("replay/*/successors/*.json")]
+  transitions = [path for path in folder.glob("replay/*/transitions/*.json")]
+  assert len(found) == 4 * plan["replay"]["samples"] * len(transitions)
