@@ -495,6 +495,7 @@ def test_a_level_that_cannot_be_had_is_an_error_not_a_weaker_jail(monkeypatch):
   assert isinstance(caught.value, MENDABLE)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_its_jobs_along(tmp_path):
   made = supervisor.Tracer("strict", LIMITS)
   pid = made._worker._process.pid

@@ -34,7 +34,9 @@ def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
+@pytest.fixture(
+  scope="module", params=["world", pytest.param("ptq", marks=pytest.mark.slow)]
+)
 def name(request):
   return request.param
 

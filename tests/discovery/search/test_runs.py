@@ -52,6 +52,7 @@ def test_plan_tells_the_cost_and_starts_nothing(capsys, tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_the_trajectory(finished, tmp_path):
   folder = tmp_path / "two"
   assert main(start(folder, "--sandbox", "strict", "--workers", "2")) == 0

@@ -100,6 +100,7 @@ def events(folder, name):
   return [e for e in store.read_events(folder) if e["event"] == name]
 
 
+@pytest.mark.slow
 def test_every_step_to_the_champion_improved_both_models(finished, tasks, executors):
   running, _ = finished
   line = [running.programs.best]

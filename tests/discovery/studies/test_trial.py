@@ -137,6 +137,7 @@ def added(before, after):
   return [[line[2:] for line in lines if line[0] == sign] for sign in "-+"]
 
 
+@pytest.mark.slow
 def test_only_verdicts_made_by_a_control_are_replayed(found, finished):
   events = store.read_events(finished.folder("two"))
   verdicts = {e["packet"]: e for e in events if e["event"] == "verdict"}
@@ -240,6 +241,7 @@ def test_all_requests_wait_at_the_same_time_and_hide_their_condition(
   assert sorted(map(finished.letter, CONDITIONS)) == [*"abcd"]
 
 
+@pytest.mark.slow
 def test_a_replay_that_lost_its_endpoint_goes_on_where_it_stood(
   finished, copied, endpoint
 ):

@@ -28,6 +28,7 @@ def found(built, tiny_model, tiny_params, tiny_tokens):
   return {name: measure(made) for name, made in built.items()}
 
 
+@pytest.mark.slow
 def test_each_rule_is_best_at_its_own_objective(found):
   nearest, sensitivity, full = (found[rule] for rule in RULES)
   assert nearest["local_sensitivity"] == nearest["local_mismatch"] == 1.0

@@ -61,6 +61,7 @@ def made(model, tmp_path_factory):
   return out
 
 
+@pytest.mark.slow
 def test_the_table_has_every_cell_and_its_differences(made, model):
   text = (made / "tables.md").read_text()
   rows = re.findall(rf"\| {model.name} \| (\S+) \| (\d) \| ([\d.]+) \|", text)
@@ -206,6 +207,7 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
   assert (out / "tables.md").read_text() == (made / "tables.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_failing_cell_costs_itself_and_is_tried_again(
   model, made, tmp_path, mxjax, monkeypatch, capsys
 ):

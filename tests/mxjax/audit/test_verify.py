@@ -70,6 +70,7 @@ def test_a_sound_checkpoint_has_no_faults(saved):
   assert found.lines()[-1].endswith("everything holds")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_stated_arithmetic_is_that_of_the_model(
   params, tiny_config, tmp_path, dtype

@@ -195,6 +195,7 @@ def test_chat_needs_a_message(chat_folder, refused, monkeypatch):
   assert "expected a message on standard input" in refused("chat", chat_folder)
 
 
+@pytest.mark.slow
 def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   rows, manifests = [], []
   for flag in ("--on-disk", "--no-on-disk"):
@@ -211,6 +212,7 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["no-on-disk", "on-disk"]
 
 
+@pytest.mark.slow
 def test_a_tuned_run_is_sound_though_tuning_gives_it_maps(
   folder, tmp_path, mxjax, monkeypatch
 ):
@@ -244,6 +246,7 @@ def test_a_finished_run_keeps_the_time_that_came_after_its_layers(
   assert row["seconds"] >= sum(before.values())
 
 
+@pytest.mark.slow
 def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):
   out, rows = tmp_path / "bfloat16", []
   # Of a folder, bfloat16 is the default.

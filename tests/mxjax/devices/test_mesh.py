@@ -119,6 +119,7 @@ def test_checkpoints_restore_onto_any_number_of_devices(found):
   assert most == sorted(most, reverse=True) and most[3] < most[2] < most[1] < whole
 
 
+@pytest.mark.slow
 def test_a_process_reads_its_part_of_a_checkpoint(tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 2**17)
   codes = np.random.default_rng(0).integers(0, 256, (2048, 1024), np.uint8)
@@ -154,6 +155,7 @@ def test_a_host_copy_does_not_stay_with_an_array():
   np.testing.assert_array_equal(apart, array)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_device_changes_nothing(tiny_model, tiny_params, tiny_tokens):
   calib = Calibration(tiny_model, tiny_tokens[:2])
   mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))

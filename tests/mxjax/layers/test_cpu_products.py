@@ -24,6 +24,7 @@ def operands(call, *args):
   return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_instructions", [False, True])
 def test_products_are_in_bfloat16_where_cpus_have_instructions(
   has_instructions, monkeypatch

@@ -81,6 +81,7 @@ def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
   assert (norms <= 10 * tolerance).mean() > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kinds", [("hires", "hires"), ("hires", "rtn"), ("wide", "hires"), ("rtn",)]
 )

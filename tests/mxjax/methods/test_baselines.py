@@ -48,6 +48,10 @@ def relative_error(logits, exact):
   return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
 
 
+LONG = ("batquant", "torq", "hires-descent", "hires-next")
+"""Methods of which a build takes more than ten seconds."""
+
+
 def rotation(size, seed):
   """A random orthogonal matrix."""
   rng = np.random.default_rng(seed)
@@ -58,7 +62,14 @@ def assert_same_weights(left, right):
   assert_same(*([x.weight for x in leaves_of(r.params)] for r in (left, right)))
 
 
-@pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in LONG))
+    for name in methods.METHODS
+    if name not in SLOW
+  ],
+)
 def test_every_payload_is_legal_and_the_model_still_runs(
   name, tiny_build, tiny_model, tiny_params, tiny_tokens
 ):

@@ -61,6 +61,7 @@ def rows(count, width, seed=0):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
   """By the map, in float32: a factor may be less than a step of bfloat16."""

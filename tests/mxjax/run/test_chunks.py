@@ -6,7 +6,14 @@ import mxjax
 from tests.mxjax.quantized import assert_same
 
 
-@pytest.mark.parametrize(("method", "chunk"), [("hires", 1), ("hires", 2), ("gptq", 5)])
+@pytest.mark.parametrize(
+  ("method", "chunk"),
+  [
+    pytest.param("hires", 1, marks=pytest.mark.slow),
+    pytest.param("hires", 2, marks=pytest.mark.slow),
+    ("gptq", 5),
+  ],
+)
 def test_another_run_or_chunk_size_does_not_change_a_bit(
   tiny_params, tiny_calib, method, chunk
 ):

@@ -37,6 +37,7 @@ def values(source):
   return outcomes[0].values
 
 
+@pytest.mark.slow
 def test_a_program_runs_with_the_rule_of_hires_and_its_own_is_not_called():
   model, params = TASK.options.load()
   calib = mxjax.Calibration(model, TASK.options.tokens("fit"))

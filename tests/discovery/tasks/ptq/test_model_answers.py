@@ -59,6 +59,7 @@ def edited(code, **plan):
   return with_plan(source, plan) if plan else source
 
 
+@pytest.mark.slow
 def test_every_example_of_the_prompt_is_executed(evaluator):
   """And every one of them changes what the candidate would show without it."""
   parent = evaluator.prepare(TASK.interface.default_source()).full_call
@@ -159,6 +160,7 @@ def played(executor, tmp_path_factory):
   return running, model, store.read_events(folder)
 
 
+@pytest.mark.slow
 def test_no_control_is_lost_to_its_form(played):
   _, _, events = played
   outcomes = [e for e in events if e["event"] == "outcome"]

@@ -164,6 +164,7 @@ def run(source, **intervention):
   return outcomes[0]
 
 
+@pytest.mark.slow
 def test_a_program_can_measure_its_own_tables():
   template = next(t for t in edit_templates.USEFUL if t.id == "one-code")
   realized = template.edit(INTERFACE.default_source(), {"rounds": 1})
@@ -214,6 +215,7 @@ def square(tmp_path_factory):
   return {"model": str(folder), "text": text, **SIZES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "where"),
   [

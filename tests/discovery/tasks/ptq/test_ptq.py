@@ -350,6 +350,7 @@ def test_programs_are_told_what_output_gradients_weight(float64):
     np.testing.assert_allclose(weighted[name], array, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_plan_asks_for_output_gradients(executor):
   source = template("chart-fisher").edit(SOURCE, {})
   assert "'gradients': True" in source
@@ -359,6 +360,7 @@ def test_the_plan_asks_for_output_gradients(executor):
   assert plain.outputs == chart.outputs != weighted.outputs
 
 
+@pytest.mark.slow
 def test_the_divergence_can_be_the_objective(rtn_operands):
   task = ptq.PtqTask(**OPTIONS, objective="kl")
   assert (task.target, task.ideal()) == ("kl", 0.0)
@@ -410,6 +412,7 @@ def test_fit3_can_be_the_objective(rtn_operands):
     ptq.PtqTask(model="models/trained/llama", objective="fit3")
 
 
+@pytest.mark.slow
 def test_a_search_can_begin_with_a_whole_method(executor):
   source = programs.source("gptq")
   defaults = candidate_source.with_functions(source, SOURCE, replace=False)

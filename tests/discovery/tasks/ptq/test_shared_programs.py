@@ -38,6 +38,7 @@ def edited(executor, name, params=None):
   return Call(traced.computation, plan, {}).active(INTERFACE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "params"),
   [
