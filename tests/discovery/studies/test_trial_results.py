@@ -31,7 +31,9 @@ def test_an_archive_says_nothing_of_the_machine_and_everything_of_the_trial(
     "runs": {path.parent.name for path in folder.glob("runs/*/log.jsonl")},
     "replayed": {path.name for path in folder.glob("replay/*")},
   }
-  assert told["runs"] == {*plan["runs"]}
+  # A pilot was stopped before some of its runs had begun.
+  assert told["runs"] <= {*plan["runs"]}
+  assert told["runs"] == {*plan["runs"]} or "pilot" in archive.name
   # A run without an answer has no cassette.
   answered = {path.parents[1].name for path in folder.glob("runs/*/proposals/*.json")}
   assert answered <= told["cassettes"] <= told["runs"]
