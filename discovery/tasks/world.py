@@ -4,9 +4,13 @@ It has six sites and six operations. The seed decides what each operation is at 
 site: a mechanism that lowers the residual of the site and with it the loss, a mediator
 that moves only the residual, capacity (any edit of that size gains, whatever it does),
 inert, or harmful. A mechanism depends on the previous one, so the worthwhile edits
-change as the program does. With luck, some operations act like a mechanism on the
-visible draw of the noise and do nothing on any other. Verdicts, explanations and
-checkers can be judged against the truth, and a whole run takes seconds.
+change as the program does. Verdicts, explanations and checkers can be judged against
+the truth, and a whole run takes seconds.
+
+With luck, some operations gain on the visible draw of the noise, nearly as a mechanism
+does, and do nothing on any other draw. Only the control `redraw`, or a gain that
+another operation surpasses, tells them from a mechanism: both lower the excess alike,
+and its readings are noisy, so that a few mixtures of operations do not decode a world.
 """
 
 import hashlib
@@ -57,6 +61,18 @@ THRESHOLD = 0.5
 OPEN, CLOSED, LOWERED = 0.9, 0.35, 0.8
 """Excess of a site once the one before it works, before that, and the share of it that
 an edit at its full amplitude removes."""
+LUCKY_SHARE = 0.5, 0.9
+"""Least and largest share of a mechanism's gain that a lucky operation has."""
+EXCESS_MARGIN, EXCESS_CHAOS = 0.25, 0.1
+"""Of an excess in a world with luck: two readings differ by 0.2 at most by chance."""
+EXACT_MARGIN = 0.02
+"""The margin of an excess in a world without luck, where its readings have no noise."""
+SIZE_FREE = 1.2, 0.75
+"""Size of what is done at a site above which it costs loss, without luck and with it.
+With luck a mixture of two full operations costs more than the margin, so that nobody
+holds on to a lucky one beside the mechanism for nothing."""
+SIZE_COST = 0.06, 0.25
+"""Loss for each square of the size above that."""
 UNREAD = 0.1
 """Probability that a layer does not read a site."""
 REGIMES: Mapping[str, tuple[str, ...]] = {
@@ -89,6 +105,7 @@ INTERFACE = Interface(
 )
 """One hook per site, on rows of eight numbers."""
 _SITE = Value(doc="the site whose edit is changed", one_of=SITES)
+_REDRAWN = Value(doc="sites that your edit changes", one_of=SITES, several=True)
 _example = lambda kind, **more: {"kind": kind, "site": SITES[0], **more}
 
 
@@ -114,9 +131,10 @@ INTERVENTIONS: Interventions = {
     of_parent=True,
   ),
   "redraw": Intervention(
-    doc="the edit's effect under another draw of the evaluator's noise",
-    example=_example("redraw"),
-    values={"site": _SITE},
+    doc="what the program does at these sites, measured on another draw of the "
+    "evaluator's noise; one call, however many sites",
+    example={"kind": "redraw", "sites": [*SITES[:2]]},
+    values={"sites": _REDRAWN},
     elsewhere=True,
   ),
 }
@@ -133,7 +151,7 @@ class World(Defaults):
   regimes = REGIMES
   margins: Mapping[str, float] = {
     "loss": MARGIN,
-    **{f"excess_{site}": 0.02 for site in SITES},
+    **{f"excess_{site}": EXACT_MARGIN for site in SITES},
   }
   floors: Mapping[str, tuple[float, ...]] = {
     # Of an open site, and of one whose predecessor does not work yet.
@@ -147,13 +165,15 @@ class World(Defaults):
     + "; ".join(f"{name} = {source}" for name, (source, _) in OPERATIONS.items())
     + f". An operation has its full effect at amplitude {FULL}, as in `return x + "
     f"{FULL} * jnp.roll(x, 1)`; far larger ones cost loss. At each site each operation "
-    "is one of: mechanism (lowers the site's excess and the loss), mediator (lowers "
-    "the excess alone), inert, harmful; at some sites any edit of a size gains, "
-    "whatever its operation. Of several operations at one site the effects do not add: "
-    "what lowers its excess is the larger of its mechanism's and its mediator's "
-    f"amplitude, each up to {FULL}; its size is the sum of all amplitudes. A site "
-    f"works as far as its mechanism has its effect (half at {FULL / 2}), or, where any "
-    f"edit gains, once the size is above {FULL / 2}; a mediator does "
+    "is of one kind: mechanism (lowers the site's excess and the loss), mediator "
+    "(lowers the excess alone), inert, harmful. Several operations at a site may be of "
+    "one kind, and the amplitudes of one kind add up. Some sites have no mechanism, "
+    "and any edit of a size gains there, whatever its operations; only a mediator "
+    "lowers the excess of such a site. Of several operations at one site the effects "
+    "do not add: what lowers its excess is the larger of its mechanisms' and its "
+    f"mediators' amplitude, each up to {FULL}; its size is the sum of all amplitudes. "
+    f"A site works as far as its mechanism has its effect (half at {FULL / 2}), or, "
+    f"where any edit gains, once the size is above {FULL / 2}; a mediator does "
     "not make it work. The sites are one chain in an order that you are not told: each "
     "but the first, which is open, depends on the one before it. "
     "While that one works by less than half, a site is closed: it gains "
@@ -164,10 +184,19 @@ class World(Defaults):
     f"from {CLOSED * (1 - LOWERED):.2g} to {OPEN * (1 - LOWERED):.2g}, says "
     "that the site before it began to work; it is no harm done at this site."
   )
+  luck_told = (
+    " THIS WORLD HAS LUCK: at most sites one or two operations are lucky. On the draw "
+    "of the noise by which programs are scored they lower excess and loss as a "
+    f"mechanism does, but gain only {LUCKY_SHARE[0]} to {LUCKY_SHARE[1]} of its gain; "
+    "on any other draw they do nothing. The program that a run ends with is scored at "
+    "last on another draw. Readings of an excess have a noise of up to "
+    f"{EXCESS_CHAOS} up or down, and a size above {SIZE_FREE[1]} at a site costs loss."
+  )
   observables: Mapping[str, str] = {
     "loss": f"the target, without unit; chaos of {CHAOS} is in every reading",
     **{
-      f"excess_{site}": "what is left to gain at the site of that name"
+      f"excess_{site}": "what is left to gain at the site of that name (values are "
+      "listed by name, which is not the order of the chain)"
       for site in SITES
     },
     "layer_N": "size of the output of layer N, a weighted sum of the sizes of edits",
@@ -184,6 +213,11 @@ class World(Defaults):
     self.interventions = {
       kind: each for kind, each in INTERVENTIONS.items() if luck or kind != "redraw"
     }
+    if luck:
+      self.description += self.luck_told
+      self.margins = {**self.margins} | {f"excess_{s}": EXCESS_MARGIN for s in SITES}
+      # No reading is exact enough to say that nothing is left to gain.
+      self.floors = {}
     generator = np.random.default_rng(1234)
     self._inputs = generator.standard_normal((ROWS, WIDTH)).astype(np.float32)
     self._known: dict[str, tuple[np.ndarray, str]] = {}
@@ -232,36 +266,38 @@ class World(Defaults):
 
   def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
     """Refuses a control of a site that the edit leaves as it was."""
-    site = intervention["site"]
-    if own.part([site]) != parent.part([site]):
+    sites = intervention.get("sites") or [intervention["site"]]
+    same = [site for site in sites if own.part([site]) == parent.part([site])]
+    if not same:
       return ""
-    return f"{intervention['kind']}: the edit changes nothing at {site}"
+    return f"{intervention['kind']}: the edit changes nothing at {', '.join(same)}"
 
   def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
-    """Returns size and luck as accounts of a gain, for an edit of one site."""
+    """Returns size as an account of an edit of one site, and luck of any edit."""
     sites = [site for site in SITES if own.part([site]) != parent.part([site])]
-    if len(sites) != 1:
-      return ()
-    at = {"site": sites[0]}
-    told = "any edit of this size at the site gains, whatever it does"
-    found = [Rival("any edit of this size", told, {"kind": "permute", **at})]
-    if self._luck:
-      told = "the edit gains on this draw of the noise alone"
-      change = {"kind": "redraw", **at}
-      found.append(Rival("luck of the draw", told, change, keeps=False))
+    found = []
+    if len(sites) == 1:
+      told = "any edit of this size at the site gains, whatever it does"
+      change = {"kind": "permute", "site": sites[0]}
+      found.append(Rival("any edit of this size", told, change))
+    if sites and self._luck:
+      told = "half of the gain or more is of this draw of the noise alone"
+      redrawn = {"kind": "redraw", "sites": sites}
+      found.append(Rival("luck of the draw", told, redrawn, keeps=False))
     return found
 
   @property
   def rivals_told(self) -> Sequence[str]:
     """The size of the edit, and its luck in a world that has it."""
     told = ["`any edit of this size` (1 call), for an edit of one site"]
-    luck = "`luck of the draw` (1 call), for an edit of one site"
+    luck = "`luck of the draw` (1 call: all sites that the edit changes, redrawn)"
     return [*told, luck] if self._luck else told
 
   @property
   def references(self) -> Mapping[str, float]:
     """The loss that can be attained."""
-    return {"the right operation at every site": self.ideal()}
+    told = "the right operation at every site, remeasured"
+    return {told: self.ideal()}
 
   @property
   def example(self) -> Mapping[str, Any]:
@@ -300,15 +336,21 @@ class World(Defaults):
     done, outputs = {}, {}
     for site in SITES:
       done[site], outputs[site] = self._behaviour(call.computation[site], artifacts)
-    redrawn = ""
+    redrawn: Sequence[str] = ()
     if call.intervention.get("kind") == "redraw":
-      redrawn = call.intervention["site"]
+      redrawn = call.intervention["sites"]
     elif call.intervention:
       done = self._intervened(done, call.intervention, artifacts)
     values = self._landscape(done, bool(call.plan["remeasure"]), redrawn)
     values |= self._layers(done)
-    noise = identity.draw(self._seed, self._transfer, sorted(outputs.items()), "chaos")
+    shown = sorted(outputs.items())
+    noise = identity.draw(self._seed, self._transfer, shown, "chaos")
     values["loss"] += CHAOS * (2 * noise - 1)
+    if self._luck:
+      own = [self._seed, self._transfer, shown, call.intervention]
+      for site in SITES:
+        noise = identity.draw(own, site, "excess")
+        values[f"excess_{site}"] += EXCESS_CHAOS * (2 * noise - 1)
     return {"values": values, "outputs": outputs}, b""
 
   def _behaviour(
@@ -376,11 +418,18 @@ class World(Defaults):
       amplitudes[site] = np.array([FULL * (op == first) for op in OPERATIONS])
     return self._landscape(amplitudes, remeasure=True)["loss"]
 
+  def _lucky_share(self, site: str) -> float:
+    least, largest = LUCKY_SHARE
+    return least + (largest - least) * identity.draw(self._seed, site, "lucky share")
+
   def _gain(self, site: str) -> float:
     return 0.08 + 0.16 * identity.draw(self._seed, self._transfer, site, "gain")
 
   def _landscape(
-    self, amplitudes: Mapping[str, np.ndarray], remeasure: bool, redrawn: str = ""
+    self,
+    amplitudes: Mapping[str, np.ndarray],
+    remeasure: bool,
+    redrawn: Sequence[str] = (),
   ) -> dict[str, float]:
     loss, values = 3.0, {}
     reach: dict[str, float] = {}
@@ -393,11 +442,12 @@ class World(Defaults):
         amount[op] for op in OPERATIONS if kinds[op] == kind
       )
       size = float(np.abs(amplitudes[site]).sum())
-      works = of("mechanism")
-      if not self._transfer and site != redrawn:
-        works += of("lucky")
-      working = min(max(works / FULL, 0.0), 1.0)
+      working = min(max(of("mechanism") / FULL, 0.0), 1.0)
       moving = min(max(of("mediator") / FULL, 0.0), 1.0)
+      if not self._transfer and site not in redrawn:
+        lucky = min(max(of("lucky") / FULL, 0.0), 1.0)
+        moving = max(moving, min(working + lucky, 1.0))
+        working = max(working, self._lucky_share(site) * lucky)
       is_capacity = "capacity" in kinds.values()
       strength = min(size / FULL, 1.0) if is_capacity else working
       gain = self._gain(site) * strength * (0.25 + 0.75 * ready)
@@ -405,7 +455,8 @@ class World(Defaults):
         gain *= 1.15
       loss -= gain
       loss += 0.1 * min(abs(of("harmful")) / FULL, 2.0)
-      loss += 0.06 * max(size - 1.2, 0.0) ** 2
+      cost, free = SIZE_COST[self._luck > 0], SIZE_FREE[self._luck > 0]
+      loss += cost * max(size - free, 0.0) ** 2
       loss += 0.05 * max(-of("mechanism") / FULL, 0.0)
       reach[site] = 1.0 if is_capacity and strength > 0.5 else working
       quiet = CLOSED if ready < 0.5 else OPEN
@@ -417,6 +468,11 @@ class World(Defaults):
     """Every operation at every site, all described alike; most are decoys."""
     pairs = itertools.product(SITES, OPERATIONS)
     return [_template(site, op, luck=bool(self._luck)) for site, op in pairs]
+
+
+def _at(site: str, kind: str) -> dict[str, Any]:
+  where = {"sites": [site]} if kind == "redraw" else {"site": site}
+  return {"kind": kind, **where}
 
 
 def _template(site: str, operation: str, *, luck: bool) -> EditTemplate:
@@ -475,7 +531,7 @@ def _template(site: str, operation: str, *, luck: bool) -> EditTemplate:
     statement=f"{operation} at {site} removes its excess",
     explanations=tuple(accounts),
     controls=tuple(
-      Control(kind, {"kind": kind, "site": site, **more}, statement=told)
+      Control(kind, _at(site, kind) | more, statement=told)
       for kind, more, told in controls
     ),
   )

@@ -400,15 +400,86 @@ def test_another_part_of_an_edit_is_measured_and_not_believed(tmp_path):
   assert found["verdict"] != "supported"
 
 
-def test_luck_of_the_draw_is_a_rival_where_it_can_be_tested(tmp_path):
+def lucky_world():
+  """A world whose first site has a lucky operation, with this site and the next."""
   for seed in range(3, 90):
     task = world.World(seed=seed, luck=0.9)
     first = next(s for s in world.SITES if s not in task.prerequisite)
-    if "lucky" in task.truth[first].values():
-      break
+    second = next(s for s in task.prerequisite if task.prerequisite[s] == first)
+    if all("lucky" in task.truth[site].values() for site in (first, second)):
+      return task, first, second
+  raise AssertionError
+
+
+def test_luck_of_the_draw_is_a_rival_where_it_can_be_tested(tmp_path):
+  task, first, _ = lucky_world()
   told = {"residual": f"excess_{first}", "declared": (first,)}
   edit = proposed(operation("lucky", first, task=task), **told)
   _, of, _ = run(tmp_path, edit, task=task)
   (found,) = of("verdict")
   assert found["observed"]["primary"]["loss"] == "down"
   assert (found["verdict"], found["survivors"]) == ("target_only", ["luck of the draw"])
+
+
+@pytest.mark.parametrize("kind", ["lucky", "mechanism"])
+def test_luck_is_a_rival_of_an_edit_of_several_sites(tmp_path, kind):
+  """One call draws the noise of all of them again."""
+  task, *sites = lucky_world()
+  code = "".join(operation(kind, site, task=task) for site in sites)
+  told = {"residual": f"excess_{sites[0]}", "declared": (*sites,)}
+  _, of, _ = run(tmp_path, proposed(code, **told), task=task)
+  (found,), packet = of("verdict"), of("packet")[-1]["packet"]
+  (asked,) = (c for c in packet["conditions"] if "luck of the draw" in c["name"])
+  shown = {"kind": "redraw", "sites": [s for s in world.SITES if s in sites]}
+  assert {k: asked["call"]["intervention"][k] for k in shown} == shown
+  assert asked["cost"] == 1
+  observed = found["observed"]["rival: luck of the draw"]["loss of the edit"]
+  assert observed == ("kept" if kind == "mechanism" else "gone")
+  assert ("luck of the draw" in found["survivors"]) == (kind == "lucky")
+
+
+def scored(task, folder, *edits):
+  """What programs of these edits of the initial one measured, in order."""
+  told = {"residual": "loss", "declared": (), "explanations": ()}
+  script = [proposed(code, **told) for code in edits]
+  _, of, _ = run(folder, *script, task=task, budget=len(edits) + 1)
+  return [e["values"] for e in of("outcome")]
+
+
+def test_luck_gains_less_than_a_mechanism_and_looks_the_same_in_the_excess(tmp_path):
+  task, first, _ = lucky_world()
+  kinds = "lucky", "mechanism"
+  edits = [operation(kind, first, task=task) for kind in kinds]
+  start, lucky, true = scored(task, tmp_path / "visible", *edits)
+  share = (start["loss"] - lucky["loss"]) / (start["loss"] - true["loss"])
+  assert world.LUCKY_SHARE[0] - 0.05 < share < world.LUCKY_SHARE[1] + 0.05
+  excess = f"excess_{first}"
+  assert abs(lucky[excess] - true[excess]) < task.margins[excess]
+  assert start[excess] - lucky[excess] > task.margins[excess]
+  start, lucky, true = scored(task.holdout(), tmp_path / "held out", *edits)
+  assert abs(start["loss"] - lucky["loss"]) < world.MARGIN
+  assert start["loss"] - true["loss"] > world.MARGIN
+
+
+def test_who_holds_on_to_luck_beside_the_mechanism_pays_for_it(tmp_path):
+  task, first, _ = lucky_world()
+  names = {kind: op for op, kind in task.truth[first].items()}
+  gains = [world.OPERATIONS[names[kind]][0] for kind in ("lucky", "mechanism")]
+  both = "".join(f" + 0.5 * {gain}" for gain in gains)
+  mixed = f"def {first}(x):\n  return x{both}\n"
+  _, alone, hedged = scored(
+    task, tmp_path, operation("mechanism", first, task=task), mixed
+  )
+  assert hedged["loss"] - alone["loss"] > world.MARGIN
+
+
+def test_an_excess_is_noisy_where_there_is_luck_and_exact_where_there_is_none(tmp_path):
+  for luck in (0.9, 0.0):
+    task = world.World(seed=3, luck=luck)
+    first = next(s for s in world.SITES if s not in task.prerequisite)
+    code = operation("inert", first, amplitude=0.1, task=task)
+    start, same = scored(task, tmp_path / str(luck), code)
+    moved = [abs(start[name] - same[name]) for name in task.margins if name != "loss"]
+    assert max(moved) <= 2 * world.EXCESS_CHAOS
+    assert (max(moved) > world.EXACT_MARGIN) == (luck > 0)
+    assert bool(task.floors) == (luck == 0)
