@@ -185,7 +185,7 @@ class World(Defaults):
     "that the site before it began to work; it is no harm done at this site."
   )
   luck_told = (
-    " THIS WORLD HAS LUCK: at most sites one or two operations are lucky. On the draw "
+    " This world has luck: at most sites one or two operations are lucky. On the draw "
     "of the noise by which programs are scored they lower excess and loss as a "
     f"mechanism does, but gain only {LUCKY_SHARE[0]} to {LUCKY_SHARE[1]} of its gain; "
     "on any other draw they do nothing. The program that a run ends with is scored at "
@@ -257,12 +257,20 @@ class World(Defaults):
     return type(self)(self._seed, self._transfer + 1, self._luck)
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Returns the sites whose excess is above the threshold."""
-    return [
+    """Returns the sites whose excess is above the threshold.
+
+    With luck, whose operations lower an excess as well, the loss stays open for as long
+    as it is above what the right operations give.
+    """
+    found = [
       Residual(program, name, values[name], THRESHOLD)
       for site in SITES
       if values[name := f"excess_{site}"] > THRESHOLD
     ]
+    attained = self.ideal() + MARGIN
+    if self._luck and values["loss"] > attained:
+      found.append(Residual(program, "loss", values["loss"], attained))
+    return found
 
   def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
     """Refuses a control of a site that the edit leaves as it was."""

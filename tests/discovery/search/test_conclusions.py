@@ -440,9 +440,9 @@ def test_luck_is_a_rival_of_an_edit_of_several_sites(tmp_path, kind):
 
 def scored(task, folder, *edits):
   """What programs of these edits of the initial one measured, in order."""
-  told = {"residual": "loss", "declared": (), "explanations": ()}
-  script = [proposed(code, **told) for code in edits]
-  _, of, _ = run(folder, *script, task=task, budget=len(edits) + 1)
+  told = {"residual": None, "declared": (), "explanations": ()}
+  bare = {"budget": len(edits) + 1, "policy": "none", "checker": "none"}
+  _, of, _ = run(folder, *(proposed(code, **told) for code in edits), task=task, **bare)
   return [e["values"] for e in of("outcome")]
 
 
@@ -483,3 +483,12 @@ def test_an_excess_is_noisy_where_there_is_luck_and_exact_where_there_is_none(tm
     assert max(moved) <= 2 * world.EXCESS_CHAOS
     assert (max(moved) > world.EXACT_MARGIN) == (luck > 0)
     assert bool(task.floors) == (luck == 0)
+
+
+def test_where_luck_closes_every_site_the_loss_is_still_open_to_a_question():
+  task, *_ = lucky_world()
+  closed = dict.fromkeys(task.margins, 0.1) | {"loss": task.ideal() + 0.1}
+  (left,) = task.residuals("p", closed)
+  assert left.observable == "loss"
+  assert task.residuals("p", closed | {"loss": task.ideal()}) == []
+  assert world.World(seed=3).residuals("p", closed) == []
