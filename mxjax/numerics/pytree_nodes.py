@@ -1,6 +1,6 @@
 """Dataclasses as pytree nodes whose structure tells their class.
 
-`jax.tree_util.register_dataclass` makes nodes that are equal in jaxlib 0.10.2 and 0.11.2
+In jaxlib 0.10.2 and 0.11.2 `jax.tree_util.register_dataclass` makes nodes that are equal
 whatever their class is, if they have as many fields and the same static values. Their
 hashes differ, but JAX's cache of compiled functions asks for equality where a few bits
 of two hashes agree, and these bits differ from process to process. Then it runs the
