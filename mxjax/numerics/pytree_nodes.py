@@ -1,13 +1,13 @@
 """Dataclasses as pytree nodes whose structure tells their class.
 
-In jaxlib 0.10.2 and 0.11.2 `jax.tree_util.register_dataclass` makes nodes that are equal
-whatever their class is, if they have as many fields and the same static values. Their
-hashes differ, but JAX's cache of compiled functions asks for equality where a few bits
-of two hashes agree, and these bits differ from process to process. Then it runs the
-program that was compiled for the other class: now and then the inputs of a weight-only
-linear were rounded. So nothing here is registered by that function. Nodes of
-`register_pytree_with_keys` differ by class. `benchmarks/pytree_nodes.py` counts wrong
-calls and measures what the other registration costs.
+In jaxlib 0.10.2 and 0.11.2 `jax.tree_util.register_dataclass` makes nodes that are
+equal whatever their class is, if they have as many fields and the same static values.
+Their hashes differ, but JAX's cache of compiled functions asks for equality where a few
+bits of two hashes agree, and these bits differ from process to process. Then it runs
+the program that was compiled for the other class: now and then the inputs of a
+weight-only linear were rounded. So nothing here is registered by that function. Nodes
+of `register_pytree_with_keys` differ by class. `benchmarks/pytree_nodes.py` counts
+wrong calls and measures what the other registration costs.
 """
 
 import dataclasses
