@@ -58,6 +58,7 @@ CLEARING = (
   "models/test_generation.py",
   "run/test_compiling.py",
   "run/test_weight_only.py",
+  "tests/test_running.py",
 )
 """Files that drop every compiled program of their process, and so come last."""
 
@@ -178,6 +179,17 @@ def pytest_collection_finish():
   gc.set_threshold(50_000, 20, 20)
 
 
+def set_aside():
+  """Leaves what lives now out of collections, until a process is full.
+
+  JAX keeps what it traced, so that after some files a process holds millions of
+  objects. A full collection looks at each of them, and reading a checkpoint ends with
+  one: in a process that had run other files it took seconds.
+  """
+  gc.collect(1)
+  gc.freeze()
+
+
 def keep_folders_in_memory():
   """Folders of tests lie in memory where there is room: on a disk each fsync waits."""
   memory = pathlib.Path("/dev/shm")
@@ -247,13 +259,21 @@ def is_full(process=PROCESS, most_maps=MOST_MAPS):
   return resident > CACHES_UP_TO or maps > MAPS_UP_TO * most
 
 
+def end_module():
+  """Drops what fills a small machine, or else sets it aside."""
+  if is_full():
+    jax.clear_caches()
+    # Programs of functions that were set aside go as well.
+    gc.unfreeze()
+    gc.collect()
+  set_aside()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_caches():
   """Thousands of compiled programs of earlier modules would fill a small machine."""
   yield
-  if is_full():
-    jax.clear_caches()
-    gc.collect()
+  end_module()
 
 
 class Minutes:

@@ -3,6 +3,7 @@
 import gc
 import pathlib
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,38 @@ def test_programs_are_dropped_before_memory_or_its_maps_run_out(
   (tmp_path / "most").write_text("10\n")
   assert conftest.is_full(tmp_path, tmp_path / "most") == is_full
   assert not conftest.is_full(tmp_path / "absent", tmp_path / "most")
+
+
+class Node:
+  """An object that only a collection of cycles frees."""
+
+  def __init__(self):
+    self.itself = self
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_objects_of_ended_files_are_collected_only_if_a_process_is_full(
+  monkeypatch, request, is_full
+):
+  """Reading a checkpoint collects all the others: it would take seconds."""
+  assert "bounded_caches" in request.fixturenames
+  monkeypatch.setattr(conftest, "is_full", lambda: False)
+  dropped = []
+  monkeypatch.setattr(jax, "clear_caches", lambda: dropped.append(1))
+  node = Node()
+  gone = weakref.ref(node)
+  conftest.end_module()
+  assert not any(one is node for one in gc.get_objects())
+  del node
+  gc.collect()
+  assert gone() is not None
+  monkeypatch.setattr(conftest, "is_full", lambda: is_full)
+  conftest.end_module()
+  assert (gone() is None) == is_full == bool(dropped)
+  gc.unfreeze()
+  gc.collect()
+  assert gone() is None
+  conftest.set_aside()
 
 
 @pytest.mark.skipif(
