@@ -10,7 +10,7 @@ import sys
 
 from tests.mxjax.cli import square
 
-PROCESSES = int(os.environ.get("PARALLEL_PROCESSES", "3"))
+PROCESSES = int(os.environ.get("PARALLEL_PROCESSES", "2"))
 METHOD = os.environ.get("PARALLEL_METHOD", "gptq")
 PROGRAM = """
 import sys, numpy as np, mxjax
