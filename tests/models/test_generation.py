@@ -246,39 +246,6 @@ def test_buckets_and_capacities():
   assert list(map(generation.capacity_of, lengths)) == capacities
 
 
-def test_from_ids_to_the_first_token_is_one_program_that_makes_the_cache(tiny):
-  model, params, tokens = tiny
-  # Whatever runs beside it, an operation on an array too, would be compiled.
-  jax.clear_caches()
-  with compiling(1):
-    state, _ = generation.prefill(model, params, tokens[:, :5], one_program=True)
-  assert len(state.cache.layers) == model.num_layers
-  jax.clear_caches()
-  with compiling(1):
-    generate(model, params, tokens[:, :5], max_new_tokens=1, tokens_at_once=16)
-
-
-def test_no_program_depends_on_the_length_of_a_prompt_or_of_its_continuation(tiny):
-  model, params, tokens = tiny
-  rows = np.tile(np.asarray(tokens), (1, 8))
-  run = lambda length, new: generate(
-    model, params, rows[:, :length], max_new_tokens=new, tokens_at_once=4
-  )
-  jax.clear_caches()
-  with compiling(2):
-    run(20, 9)  # prefill and decoding
-  with compiling(0):
-    for length, new in ((20, 2), (20, 6), (19, 9), (9, 12), (24, 5), (1, 1)):
-      run(length, new)
-  with compiling(2):
-    run(20, 25)  # a larger cache: its copy and its decoding
-  with compiling(1):
-    run(40, 9)  # another bucket in the same capacity
-  with compiling(0):
-    run(48, 16)
-    run(33, 1)
-
-
 @pytest.mark.parametrize("one_program", [False, True])
 def test_decoding_goes_on_in_a_larger_cache(tiny, one_program):
   model, params, tokens = tiny
@@ -543,3 +510,39 @@ def test_ragged_prompts_and_formats_without_meaning_are_refused(tiny):
     ],
     (ValueError, TypeError),
   )
+
+
+# They drop all programs of the process, which the tests above share.
+
+
+def test_from_ids_to_the_first_token_is_one_program_that_makes_the_cache(tiny):
+  model, params, tokens = tiny
+  # Whatever runs beside it, an operation on an array too, would be compiled.
+  jax.clear_caches()
+  with compiling(1):
+    state, _ = generation.prefill(model, params, tokens[:, :5], one_program=True)
+  assert len(state.cache.layers) == model.num_layers
+  jax.clear_caches()
+  with compiling(1):
+    generate(model, params, tokens[:, :5], max_new_tokens=1, tokens_at_once=16)
+
+
+def test_no_program_depends_on_the_length_of_a_prompt_or_of_its_continuation(tiny):
+  model, params, tokens = tiny
+  rows = np.tile(np.asarray(tokens), (1, 8))
+  run = lambda length, new: generate(
+    model, params, rows[:, :length], max_new_tokens=new, tokens_at_once=4
+  )
+  jax.clear_caches()
+  with compiling(2):
+    run(20, 9)  # prefill and decoding
+  with compiling(0):
+    for length, new in ((20, 2), (20, 6), (19, 9), (9, 12), (24, 5), (1, 1)):
+      run(length, new)
+  with compiling(2):
+    run(20, 25)  # a larger cache: its copy and its decoding
+  with compiling(1):
+    run(40, 9)  # another bucket in the same capacity
+  with compiling(0):
+    run(48, 16)
+    run(33, 1)
