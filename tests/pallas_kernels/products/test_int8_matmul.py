@@ -43,30 +43,30 @@ def test_the_kernel_equals_exact_products_summed(rows, outputs, width, splits):
 
 
 @pytest.mark.parametrize(
-  ("rows", "width", "wanted"),
+  ("rows", "width", "wanted", "dtype"),
   [
-    (1, 4096, Tile(8, 128, 1, 8)),
+    (1, 4096, Tile(8, 128, 1, 8), jnp.bfloat16),
     # One program took all columns before, so the tile stays.
-    (2, 512, Tile()),
-    (4, 1120, Tile(16, 64, 1, 8)),
+    (2, 512, Tile(), jnp.float32),
+    (4, 1120, Tile(16, 64, 1, 8), jnp.bfloat16),
   ],
 )
-def test_a_product_without_partial_sums_adds_to_a_residual(rows, width, wanted):
+def test_a_product_without_partial_sums_adds_to_a_residual(rows, width, wanted, dtype):
   x, weight = packed(rows, width, -9, 9), packed(70, width, -9, 9, seed=1)
   tile = Tile.undivided([70], width)
   assert tile == wanted
   check(launch([x], [weight], tile)[0], x, weight)
   onto = jnp.asarray(100 * np.random.default_rng(2).standard_normal((rows, 70)))
-  for dtype in (jnp.bfloat16, jnp.float32):
 
-    def run(onto, dtype=dtype):
-      how = {"dtype": dtype, "tile": tile, "onto": onto, "interpret": True}
-      return int8_matmul.launch([int8.of_tensor(x)], [weight], **how)[0]
+  @jax.jit
+  def run(onto):
+    how = {"dtype": dtype, "tile": tile, "onto": onto, "interpret": True}
+    return int8_matmul.launch([int8.of_tensor(x)], [weight], **how)[0]
 
-    added = onto.astype(dtype)
-    # Two roundings, those of a residual behind a linear.
-    want = np.asarray(run(None), np.float64) + np.asarray(added, np.float64)
-    np.testing.assert_array_equal(run([added]), want.astype(dtype))
+  added = onto.astype(dtype)
+  # Two roundings, those of a residual behind a linear.
+  want = np.asarray(run(None), np.float64) + np.asarray(added, np.float64)
+  np.testing.assert_array_equal(run([added]), want.astype(dtype))
 
 
 @pytest.mark.parametrize("kind", ["xla", "interpret"])
@@ -92,7 +92,8 @@ def test_a_linear_adds_to_a_residual_by_whatever_multiplies(kind):
   assert ("int8_matmul" in traced) == (kind == "interpret")
   total = lambda run: lambda *given: run(*given).astype(jnp.float32).sum()
   for got, of_two in zip(
-    *(jax.grad(total(f), argnums=(0, 1))(onto, x) for f in (tried, run)), strict=True
+    *(jax.jit(jax.grad(total(f), argnums=(0, 1)))(onto, x) for f in (tried, run)),
+    strict=True,
   ):
     np.testing.assert_array_equal(got, of_two)
 
@@ -193,5 +194,6 @@ def test_a_layer_multiplies_integers_for_up_to_four_rows(rows, name):
   x = jax.random.normal(jax.random.key(0), (rows, 64), jnp.bfloat16)
   run = lambda x: linear(x, weight, implementation="interpret")
   assert f"mxjax_mxfp4_{name}" in str(jax.make_jaxpr(run)(x))
-  got, want = run(x), linear(x, weight, implementation="xla")
+  got = jax.jit(run)(x)
+  want = jax.jit(lambda x: linear(x, weight, implementation="xla"))(x)
   np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, want)), 2**-7)
