@@ -234,9 +234,15 @@ def ragged(arrays, starts, behind):
   return newest, past
 
 
-@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
-  ("new", "dtype"), [(1, "float32"), (3, "bfloat16"), (40, "bfloat16")]
+  ("new", "dtype", "window"),
+  [
+    (1, "float32", None),
+    (1, "float32", 20),
+    (3, "bfloat16", 20),
+    (40, "bfloat16", None),
+    (40, "bfloat16", 20),
+  ],
 )
 def test_every_sequence_has_a_length_of_its_own(new, dtype, window):
   arrays = problem(3, new, 4, 2, 120, 32, dtype, seed=4)
@@ -266,10 +272,15 @@ def rounded(arrays):
   return [queries, *(e4m3.encode(a).decode(a.dtype) for a in every)]
 
 
-@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
-  ("new", "head_dim", "dtype"),
-  [(1, 32, "float32"), (1, 64, "bfloat16"), (3, 128, "bfloat16"), (40, 32, "bfloat16")],
+  ("new", "head_dim", "dtype", "window"),
+  [
+    (1, 32, "float32", None),
+    (1, 64, "bfloat16", 20),
+    (3, 128, "bfloat16", None),
+    (40, 32, "bfloat16", None),
+    (40, 32, "bfloat16", 20),
+  ],
 )
 def test_an_e4m3_cache_is_attention_over_rounded_keys_and_values(
   new, head_dim, dtype, window
