@@ -2,12 +2,17 @@
 
 import html
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.report import svg
 
 STYLE = pathlib.Path(__file__).with_name("report.css")
+OPTION = re.compile(r"(?<![\w-])--?[A-Za-z]\S*")
+"""An option with what adheres to it; a browser would break after any of its hyphens."""
+PART = re.compile(r"(?<=\w)([:=,+])(?=[^\W\d])")
+"""What joins the parts of a method's name, such as `gptq:activations=float`."""
 
 
 def document(title: str, body: str) -> str:
@@ -27,9 +32,19 @@ def document(title: str, body: str) -> str:
 """
 
 
+def words(text: str) -> str:
+  """Returns a text as HTML that breaks at the edge of a phone where a person would.
+
+  Options are kept whole, and a method's name breaks between its parts. What a reader
+  copies from the page is the text alone.
+  """
+  parts = PART.sub(r"\1<wbr>", html.escape(text))
+  return OPTION.sub(r'<span class="option">\g<0></span>', parts)
+
+
 def legend(entries: Iterable[tuple[str, int]]) -> str:
   """Returns a legend of names and palette indices."""
-  span = lambda name, color: f'<span class="c{color}">{html.escape(name)}</span>'
+  span = lambda name, color: f'<span class="c{color}">{words(name)}</span>'
   spans = (span(name, color) for name, color in entries)
   return f'<div class="legend">{"".join(spans)}</div>'
 
@@ -87,7 +102,7 @@ def grid(figures: Iterable[str]) -> str:
 def folded(title: str, content: str, *, is_open: bool = False) -> str:
   """Returns ready HTML under a line that opens and closes it."""
   state = " open" if is_open else ""
-  return f"<details{state}><summary>{html.escape(title)}</summary>{content}</details>"
+  return f"<details{state}><summary>{words(title)}</summary>{content}</details>"
 
 
 def glossary(words: Mapping[str, str]) -> str:

@@ -24,6 +24,7 @@ from mxjax.evaluation.report.html import (
   lines,
   stacks,
   table,
+  words,
 )
 from mxjax.evaluation.report.svg import Part, Series
 from mxjax.evaluation.report.tables import Table, comma_separated
@@ -193,7 +194,7 @@ def summary_table(runs: Sequence[Run]) -> str:
         for index, (cell, value) in enumerate(zip(written, column.values, strict=True))
       ]
     )
-  names = map(html.escape, _names(runs))
+  names = map(words, _names(runs))
   rows = zip(names, *cells, strict=True)
   shared = table(["method", *(column.head for column in made)], rows)
   return f'<div class="card">{shared}</div>'
@@ -418,7 +419,7 @@ def samples(runs: Sequence[Run]) -> str:
   texts |= {str(run["method"]): run["sample"]["quantized"] for run in made}
   prompt = html.escape(made[0]["sample"]["prompt"])
   cards = "".join(
-    f'<figure><h4>{html.escape(name)}</h4><p class="sample">{prompt}'
+    f'<figure><h4>{words(name)}</h4><p class="sample">{prompt}'
     f"<b>{html.escape(text)}</b></p></figure>"
     for name, text in texts.items()
   )
@@ -476,7 +477,7 @@ def provenance(run: Run) -> str:
   if versions := made_by.get("versions"):
     values["versions"] = ", ".join(f"{name} {v}" for name, v in versions.items())
   cells = (
-    (name, f'<td class="long mono">{html.escape(str(value))}</td>')
+    (name, f'<td class="long mono">{words(str(value))}</td>')
     for name, value in values.items()
   )
   return f'<div class="card facts">{table(("what", "value"), cells)}</div>'
@@ -488,8 +489,8 @@ def page(
   """Returns the whole HTML document as text; see `write_report`."""
   _check(runs)
   failures = "".join(
-    f'<p class="flag"><b>{html.escape(str(run.get("method", "a run")))}</b> gave no '
-    f"result: {html.escape(str(run['error']))}</p>"
+    f'<p class="flag"><b>{words(str(run.get("method", "a run")))}</b> gave no '
+    f"result: {words(str(run['error']))}</p>"
     for run in runs
     if "error" in run
   )
@@ -500,7 +501,7 @@ def page(
   nav = f'<nav aria-label="files">{links}</nav>' if links else ""
   parts = [failures]
   if good:
-    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in remarks(good))
+    said = "".join(f"<li>{words(sentence)}</li>" for sentence in remarks(good))
     made = [
       folded(str(run["method"]), provenance(run), is_open=len(good) == 1)
       for run in good
@@ -510,7 +511,7 @@ def page(
       "of each column is in color."
     )
     parts += [
-      f'<p class="verdict">{html.escape(verdict(good))}</p>',
+      f'<p class="verdict">{words(verdict(good))}</p>',
       f'<ul class="remarks">{said}</ul>' if said else "",
       summary_table(shown(good)),
       f'<p class="lead">{lead}</p>',
@@ -519,7 +520,7 @@ def page(
       '<h2>What made it</h2><p class="lead">Results compare only under equal '
       f"fingerprints.</p>{''.join(made)}",
     ]
-  body = f"""<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>{nav}
+  body = f"""<header><h1>{words(title)}</h1><p>{words(subtitle)}</p>{nav}
 </header>
 {"".join(parts)}
 {glossary(WORDS)}

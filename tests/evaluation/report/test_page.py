@@ -4,15 +4,18 @@ import html.parser
 import json
 import math
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree
 
 import pytest
 
+from mxjax.evaluation.report import html as fragments
 from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report import page as report
 from tests import refusals
 
-VOID = {"meta", "br", "hr", "img", "link", "input"}
+VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 PATHS = ("self_attn/q_proj", "mlp/down_proj")
 
 
@@ -169,6 +172,74 @@ def test_charts_are_as_wide_as_a_phone_and_tables_scroll(tmp_path):
   assert source.count("<table>") == source.count('<div class="scroll" tabindex="0">')
 
 
+def test_options_are_kept_whole_and_methods_break_between_their_parts():
+  told = fragments.words(
+    "ask <by> --operator-error. gptq:activations=float 2,048 top-k"
+  )
+  assert told == (
+    'ask &lt;by&gt; <span class="option">--operator-error.</span> '
+    "gptq:<wbr>activations=<wbr>float 2,048 top-k"
+  )
+  assert fragments.words("--mesh=data=2") == (
+    '<span class="option">--mesh=<wbr>data=2</span>'
+  )
+  [rule] = re.findall(r"^\.option \{(.*)\}$", fragments.STYLE.read_text(), re.MULTILINE)
+  assert dict(part.split(":") for part in rule.replace(" ", "").split(";") if part) == {
+    "display": "inline-block",
+    "max-width": "100%",
+    "overflow-wrap": "anywhere",
+  }
+
+
+def test_no_option_of_the_page_is_outside_its_span(tmp_path):
+  method = "gptq:activations=float"
+  made_by = {"command": f"mxjax quantize a --method {method} --window-length 128"}
+  source = written([run(method, mapped=False) | {"made_by": made_by}], tmp_path)
+  body = source[source.index("<body>") :]
+  shown = re.sub(r'<span class="option">[^ ]*</span>', "", body)
+  assert body.count('class="option"') == 4 and "--" not in shown
+  assert f"<td>{fragments.words(method)}</td>" in body
+  assert f'<p class="verdict">{fragments.words(method)} stores' in body
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="draws the page in Chromium")
+def test_options_are_on_one_line_at_390_pixels(tmp_path):
+  """A browser lays the page out; a script of the frame counts lines."""
+  method = "gptq:activations=float"
+  made_by = {"command": f"mxjax quantize a {' '.join(['--window-length 128'] * 9)}"}
+  made_by["device"] = f"--{'x' * 90}"
+  source = written([run(method, mapped=False) | {"made_by": made_by}], tmp_path)
+  count = """<script>
+    const lines = one => Math.round(one.getBoundingClientRect().height / 18);
+    const all = [...document.querySelectorAll(".option")];
+    parent.document.title = JSON.stringify([
+      all.map(one => [one.textContent, lines(one)]),
+      document.documentElement.scrollWidth])
+    </script></body>"""
+  (tmp_path / "page.html").write_text(source.replace("</body>", count))
+  frame = '<iframe src="page.html" style="border:0;width:390px;height:3000px"></iframe>'
+  (tmp_path / "frame.html").write_text(f"<title></title>{frame}")
+  options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+  options += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'user'}"]
+  drawn = subprocess.run(
+    [
+      "chromium",
+      *options,
+      "--virtual-time-budget=2000",
+      f"file://{tmp_path}/frame.html",
+    ],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  [told] = re.findall(r"<title>(.*)</title>", drawn.stdout)
+  options, width = json.loads(html.unescape(told))
+  assert len(options) == 12 and width == 390
+  assert {text: lines for text, lines in options if lines != 1}.keys() == {
+    made_by["device"]
+  }
+
+
 def test_the_verdict_of_a_build_is_one_sentence_against_rtn_and_float(tmp_path):
   made = losses(run() | MEASURED | {"baseline": RTN}, [3.0, 3.1, 3.2])
   told = (
@@ -212,8 +283,8 @@ def test_only_what_was_measured_is_said_and_the_rest_is_named(tmp_path):
   assert "diverges" not in report.verdict([bare]) and "RTN" not in report.verdict(
     [bare]
   )
-  told = "Not measured: KL, flips, operator error; ask by --agreement and --operator-e"
-  assert told in source
+  told = "Not measured: KL, flips, operator error; ask by --agreement and --operator-"
+  assert fragments.words(f"{told}error.") in source
   assert "RTN was not measured beside it." in source
   assert "<th>flips, %</th>" not in source
   whole = written([run() | MEASURED | {"baseline": RTN}], tmp_path)
