@@ -30,6 +30,17 @@ OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 CONFIG = "config.json"
 """Its `model_type` has a say in what tokenizer it is."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+FILES = (
+  FILE,
+  "tokenizer.*.json",
+  *OTHER_FILES,
+  "merges.txt",
+  *SETTINGS,
+  "chat_template.jinja",
+  "additional_chat_templates/*.jinja",
+)
+"""All that `transformers` reads of a tokenizer, as patterns; `*` stands for a version
+or for the name of a template."""
 SAVE = "save the fast tokenizer of the model there"
 PROBES = ("a", "the", "0", " ", "\n")
 """Texts of which a tokenizer should know one."""

@@ -5,16 +5,25 @@ same files are the same model.
 """
 
 import contextlib
+import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 from mxjax.errors import FileNotFoundRefusal
-from mxjax.models.loading import embedded
+from mxjax.models import tokenizer
+from mxjax.models.loading import embedded, weights
 
-DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Files fetched from the hub for a config or a tokenizer."""
-WEIGHTS = ("model*.safetensors",)
-"""Files fetched for the weights: no pickles, no `consolidated` second copy."""
+DESCRIPTIONS = (
+  weights.CONFIG_FILE,
+  weights.GENERATION_FILE,
+  *tokenizer.FILES,
+  # What tells that it is no float model, and what it is instead.
+  weights.ADAPTER_FILE,
+  *weights.OWN_FILES,
+)
+"""Files fetched from the hub for a config or a tokenizer: those that are read."""
+OFFLINE = "HF_HUB_OFFLINE is set"
 PATIENCE = 10.0
 """Seconds that the hub has for its first answer."""
 
@@ -55,7 +64,7 @@ def resolve(
   if source is None:
     return embedded.gguf_path()
   if is_id(source):
-    return _snapshot(str(source), DESCRIPTIONS + (WEIGHTS if with_weights else ()))
+    return _snapshot(str(source), with_weights=with_weights)
   if not (path := pathlib.Path(source)).exists():
     raise FileNotFoundRefusal(
       source,
@@ -66,27 +75,74 @@ def resolve(
   return path
 
 
-def _snapshot(name: str, patterns: Sequence[str]) -> pathlib.Path:
+def _snapshot(name: str, *, with_weights: bool) -> pathlib.Path:
   """Returns the folder of a hub model's files, from the cache if there is no network.
 
   Raises:
-    FileNotFoundError: The hub has no such model, or it is not reached and the cache has
-      none either.
+    FileNotFoundError: The hub has no such model or no safetensors of it, or it is not
+      reached and the cache has none either.
   """
-  import huggingface_hub
   from huggingface_hub import constants
 
-  download = lambda **options: pathlib.Path(
-    huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), **options)
-  )
+  fault = None if constants.HF_HUB_OFFLINE else _unreached(constants.ENDPOINT)
+  if fault or constants.HF_HUB_OFFLINE:
+    folder = _fetched(name, DESCRIPTIONS, local_files_only=True, fault=fault)
+    if with_weights and not _has_weights(folder):
+      raise FileNotFoundRefusal(
+        name,
+        expected="the model's weights in the cache, as the hub is not asked",
+        got=f"none ({fault or OFFLINE})",
+        mend="load it once with a network, or pass a local folder",
+      )
+    return folder
+  folder = _fetched(name, DESCRIPTIONS)
+  if not any(folder.glob("*.json")):
+    _refuse_other(name)
+  if with_weights:
+    # They are of the same commit, whatever is uploaded meanwhile.
+    fetch = functools.partial(_fetched, name, revision=folder.name)
+    fetch((weights.SINGLE_FILE, weights.INDEX_FILE))
+    if not _has_weights(folder):
+      _refuse_other(name)
+    if not (folder / weights.SINGLE_FILE).is_file():
+      fetch(set(weights.read_index(folder).values()))
+  return folder
+
+
+def _fetched(
+  name: str, files: Iterable[str], *, fault: str | None = None, **options: Any
+) -> pathlib.Path:
+  """Returns the folder of those of the files that the hub has.
+
+  `options` are for its client; `fault` is why the hub is not reached.
+  """
+  import huggingface_hub
+
+  with _one_sentence(name, fault):
+    return pathlib.Path(
+      huggingface_hub.snapshot_download(name, allow_patterns=sorted(files), **options)
+    )
+
+
+def _has_weights(folder: pathlib.Path) -> bool:
+  names = weights.SINGLE_FILE, weights.INDEX_FILE
+  return any((folder / name).is_file() for name in names)
+
+
+def _refuse_other(name: str) -> NoReturn:
+  """Raises FileNotFoundError that says what a hub model has instead of ours."""
+  import huggingface_hub
+
   with _one_sentence(name):
-    if not constants.HF_HUB_OFFLINE:
-      if not (fault := _unreached(constants.ENDPOINT)):
-        return download()
-      with contextlib.suppress(FileNotFoundError):
-        return download(local_files_only=True)
-      raise FileNotFoundError(fault)
-    return download(local_files_only=True)
+    names = huggingface_hub.list_repo_files(name)
+  got, mend = weights.other_weights(names)
+  raise FileNotFoundRefusal(
+    name,
+    expected=f"{weights.CONFIG_FILE} with {weights.SINGLE_FILE}, or with shards and "
+    f"their index {weights.INDEX_FILE}",
+    got=got,
+    mend=mend,
+  )
 
 
 def _unreached(endpoint: str) -> str | None:
@@ -106,16 +162,16 @@ def _unreached(endpoint: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _one_sentence(name: str) -> Iterator[None]:
-  """Turns what the hub's client raises into one sentence."""
+def _one_sentence(name: str, fault: str | None = None) -> Iterator[None]:
+  """Turns what the hub's client raises into one sentence, about a `fault` if given."""
   from huggingface_hub import constants, errors
 
   try:
     yield
   except (OSError, ValueError, errors.HfHubHTTPError) as error:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = fault or (str(error).splitlines() or [type(error).__name__])[0]
     if constants.HF_HUB_OFFLINE:
-      reason = "HF_HUB_OFFLINE is set, and the cache has no such model"
+      reason = f"{OFFLINE}, and the cache has no such model"
     raise FileNotFoundRefusal(
       name,
       expected="a folder here, or a hub repository that is reachable or in the cache",

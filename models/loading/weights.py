@@ -199,7 +199,7 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return [folder / SINGLE_FILE]
   if not (folder / INDEX_FILE).is_file():
     _refuse_gguf_inside(folder)
-    got, mend = _other_weights([path.name for path in folder.iterdir()])
+    got, mend = other_weights([path.name for path in folder.iterdir()])
     raise FileNotFoundRefusal(
       folder,
       expected=f"{SINGLE_FILE}, or shards and their index {INDEX_FILE}",
@@ -230,7 +230,7 @@ def _refuse_gguf_inside(folder: pathlib.Path) -> None:
     )
 
 
-def _other_weights(names: list[str]) -> tuple[str, str]:
+def other_weights(names: list[str]) -> tuple[str, str]:
   """Says what weights a folder has instead of ours, and what to do about it."""
   ending = lambda *ends: [name for name in sorted(names) if name.endswith(ends)]
   convert = (
@@ -246,6 +246,8 @@ def _other_weights(names: list[str]) -> tuple[str, str]:
     return f"only pickled weights ({', '.join(files[:3])}), which can run code", convert
   if files := ending(".bin.index.json"):
     return f"only the index of pickled weights ({files[0]})", convert
+  if files := ending(".gguf"):
+    return f"the GGUF file {', '.join(files)}", "download one and name that file"
   if files := ending(".h5", ".msgpack", ".onnx"):
     return f"weights of another library ({', '.join(files[:3])})", convert
   return "no weights", SAVE

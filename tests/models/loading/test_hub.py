@@ -1,13 +1,16 @@
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
 from mxjax import models
-from mxjax.models.loading import embedded, hub
+from mxjax.models.loading import embedded, hub, weights
 from tests import tiny
+from tests.models.loading import stand_in_hub
 
 
 def test_importing_the_models_does_not_import_the_heavy_packages():
@@ -119,6 +122,179 @@ except FileNotFoundError as error:
   assert lines[:3] == lines[3:] and lines[1] == "Hi!"
   assert "owner/none: expected a folder here, or a hub repository" in done.stderr
   assert "PyTorch" not in done.stderr
+
+
+class Stand:
+  """A hub in a process of its own, what it was asked for, and commands that use it."""
+
+  def __init__(self, folder):
+    self.root, self.log = folder / "hub", folder / "log"
+    self.cache, self.folder = folder / "cache", folder
+    script = pathlib.Path(__file__).with_name("stand_in_hub.py")
+    self.process = subprocess.Popen(
+      [sys.executable, script, self.root, self.log], stdout=subprocess.PIPE, text=True
+    )
+    self.address = self.process.stdout.readline().strip()
+
+  def model(self, name, **changes):
+    """Puts the tiny model there, with much beside it that nobody reads."""
+    folder = self.root / "owner" / name
+    (folder / "onnx").mkdir(parents=True)
+    tiny.save_folder(folder, **changes)
+    (folder / "generation_config.json").write_text("{}")
+    for other in (
+      "README.md",
+      "pytorch_model.bin",
+      "model.fp16.safetensors",
+      "consolidated.safetensors",
+      "trainer_state.json",
+      "onnx/config.json",
+      "onnx/model.onnx",
+    ):
+      (folder / other).write_text("not to be read")
+    return folder
+
+  def run(self, code, *, offline="0"):
+    """Runs Python with this hub and an own cache; returns what it printed."""
+    return subprocess.run(
+      [sys.executable, "-c", code],
+      env=os.environ
+      | {
+        "HF_ENDPOINT": self.address,
+        "HF_HUB_CACHE": str(self.cache),
+        "HF_HUB_OFFLINE": offline,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+      },
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  def downloaded(self):
+    """The files that were fetched, in order."""
+    lines = self.log.read_text().splitlines()
+    return [
+      line.split(f"/{stand_in_hub.COMMIT}/")[1]
+      for line in lines
+      if line.startswith("GET") and "/resolve/" in line
+    ]
+
+  def close(self):
+    if self.process.poll() is None:
+      self.process.terminate()
+    self.process.wait()
+    self.process.stdout.close()
+
+
+@pytest.fixture
+def stand(tmp_path):
+  made = Stand(tmp_path)
+  yield made
+  made.close()
+
+
+READ = [
+  "config.json",
+  "generation_config.json",
+  "model.safetensors",
+  "tokenizer.json",
+]
+"""What is read of the tiny model on a hub."""
+
+
+def in_process(stand, monkeypatch):
+  """Names the hub and its cache to the client in this process."""
+  import huggingface_hub
+
+  constants = huggingface_hub.constants
+  template = f"{stand.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+  monkeypatch.setattr(constants, "ENDPOINT", stand.address)
+  monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+  monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", stand.address)
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(stand.cache))
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_only_what_is_read_of_a_hub_model_is_downloaded(stand, monkeypatch):
+  stand.model("name")
+  in_process(stand, monkeypatch)
+  models.load_config("owner/name")
+  models.load_tokenizer("owner/name")
+  assert sorted(stand.downloaded()) == [name for name in READ if "model" not in name]
+  models.from_pretrained("owner/name")
+  assert sorted(stand.downloaded()) == READ
+
+
+@pytest.mark.slow
+def test_quantize_takes_a_hub_id(stand):
+  """Then it works without the hub as well, of which the cache keeps all."""
+  folder = stand.model("name")
+  sizes = "--sequences 2 --length 32 --windows 2 --window-length 32".split()
+  texts = ["--calib", str(folder / "text.txt"), "--data", str(folder / "text.txt")]
+  words = ["quantize", "owner/name", "--method", "rtn", *sizes, *texts]
+  words += ["--out", str(stand.folder / "out")]
+  done = stand.run(
+    f"from mxjax.cli.main import main; raise SystemExit(main({words!r}))"
+  )
+  assert done.returncode == 0, done.stderr
+  assert sorted(stand.downloaded()) == READ
+  assert "owner/name" in (stand.folder / "out/report.html").read_text()
+  asked = stand.log.read_text()
+  again = "from mxjax import models; print(models.from_pretrained('owner/name')[0])"
+  assert stand.run(again, offline="1").returncode == 0
+  assert stand.log.read_text() == asked
+  stand.close()
+  assert stand.run(again).returncode == 0
+
+
+def test_the_shards_of_a_hub_model_are_those_of_its_index(stand, monkeypatch):
+  folder = stand.model("sharded")
+  (folder / weights.SINGLE_FILE).rename(folder / "part.safetensors")
+  with weights.open_tensors(folder / "part.safetensors") as file:
+    names = dict.fromkeys(file.keys(), "part.safetensors")
+  (folder / weights.INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+  (folder / "model-00001-of-00009.safetensors").touch()
+  in_process(stand, monkeypatch)
+  models.from_pretrained("owner/sharded")
+  assert [name for name in stand.downloaded() if "safetensors" in name] == [
+    weights.INDEX_FILE,
+    "part.safetensors",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("names", "told"),
+  [
+    (["config.json", "pytorch_model.bin"], "got only pickled weights"),
+    (["model-Q4.gguf"], "got the GGUF file model-Q4.gguf; .*download one and name"),
+  ],
+)
+def test_a_hub_model_without_safetensors_is_refused_by_what_it_has(
+  stand, monkeypatch, names, told
+):
+  folder = stand.root / "owner/other"
+  folder.mkdir(parents=True)
+  for name in names:
+    (folder / name).write_text("{}")
+  in_process(stand, monkeypatch)
+  with pytest.raises(FileNotFoundError, match=f"owner/other: .*{told}"):
+    models.from_pretrained("owner/other")
+  assert stand.downloaded() == [name for name in names if name == "config.json"]
+  with pytest.raises(FileNotFoundError, match="owner/none: .*got none"):
+    models.from_pretrained("owner/none")
+
+
+def test_of_a_cache_without_weights_that_is_said(stand, monkeypatch):
+  stand.model("name")
+  in_process(stand, monkeypatch)
+  models.load_config("owner/name")
+  stand.close()
+  start = time.monotonic()
+  with pytest.raises(FileNotFoundError, match="expected the model's weights in the ca"):
+    models.from_pretrained("owner/name")
+  with pytest.raises(FileNotFoundError, match="owner/none: .*not reached"):
+    models.from_pretrained("owner/none")
+  assert time.monotonic() - start < hub.PATIENCE
 
 
 @pytest.mark.parametrize("source", ["a/b", "HuggingFaceTB/SmolLM2-135M"])
