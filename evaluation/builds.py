@@ -20,6 +20,7 @@ from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.evaluation import provenance
 from mxjax.evaluation.report import page
 from mxjax.evaluation.subjects import (
+  EVALUATING,
   Prepared,
   Subject,
   checkpoint_folder,
@@ -244,7 +245,9 @@ def build(
       if options.baseline and program.name != page.BASELINE:
         row["baseline"] = _baseline(prepared, begin(page.BASELINE), stop)
       if options.sample:
-        row["sample"] = sample(subject, prepared.tokenizer, quantized, options.sample)
+        row["sample"] = sample(
+          subject, prepared.tokenizer, quantized, options.sample, begin
+        )
     if is_leader:
       finish(folder, [row], f"{method} on", prepared.name)
     processes.wait_for_all(subject.mesh)
@@ -269,11 +272,16 @@ def _baseline(
 
 
 def sample(
-  subject: Subject, tokenizer: models.Tokenizer, quantized: Params, tokens: int
+  subject: Subject,
+  tokenizer: models.Tokenizer,
+  quantized: Params,
+  tokens: int,
+  begin: Begin = lambda name: lambda now: None,
 ) -> dict[str, str] | None:
   """Continues the beginning of a test by the likeliest tokens, in both models.
 
   The texts are `prompt`, `float` and `quantized`; None without a test or room for them.
+  `begin` is as in `build`.
   """
   model, window = subject.model, next(iter(subject.tests.values()), None)
   if window is None or not isinstance(model, models.CausalLM):
@@ -282,11 +290,20 @@ def sample(
   count = min(tokens, model.config.max_positions - prompt.shape[1])
   if count < 1:
     return None
-  made = {
+  made = {}
+  for name, params in (("float", subject.params), ("quantized", quantized)):
+    follow, layers = begin(f"text of the {name} model"), model.config.num_layers
+    tell = lambda done, follow=follow, layers=layers: follow(
+      progress.Progress(
+        layers - 1, layers, f"{EVALUATING}, token {done}/{count}", done / count
+      )
+    )
+    tell(0)
     # By layers, because a GPU's compiler takes longer for two whole models.
-    name: models.generate(model, params, prompt, max_new_tokens=count, tokens_at_once=1)
-    for name, params in (("float", subject.params), ("quantized", quantized))
-  }
+    made[name] = models.generate(
+      model, params, prompt, max_new_tokens=count, tokens_at_once=1
+    )
+    tell(count)
   text = lambda ids: tokenizer.decode(np.asarray(ids).tolist())
   # Cut from the whole, because a token's text depends on those before it.
   start = text(prompt[0])

@@ -1,5 +1,7 @@
 """The commands on a tiny model folder with a real tokenizer file."""
 
+import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -14,6 +16,7 @@ import pytest
 from mxjax import methods, models
 from mxjax.audit import plan
 from mxjax.cli import main as cli
+from mxjax.cli import output
 from mxjax.cli.main import main
 from mxjax.devices import kept_programs
 from mxjax.evaluation import estimates
@@ -37,8 +40,18 @@ def arguments(folder, out, *extra):
   return [folder, "--out", out, *data, *WINDOWS, *extra]
 
 
-def test_quantize_evaluate_generate(folder, tmp_path, mxjax):
-  out = tmp_path / "out"
+def test_quantize_evaluate_generate(folder, tmp_path, mxjax, monkeypatch):
+  out, stages = tmp_path / "out", []
+  follow = output.progress
+
+  @contextlib.contextmanager
+  def followed(form):
+    """Notes every stage, with the name under which it is shown."""
+    with follow(form) as begin:
+      note = lambda name, tell, now: stages.append((name, now.stage)) or tell(now)
+      yield lambda name: functools.partial(note, name, begin(name))
+
+  monkeypatch.setattr(output, "progress", followed)
   measures = ("--operator-error", "--agreement")
   (row,) = mxjax("quantize", *arguments(folder, out, "--method", "gptq", *measures))
   assert row["method"] == "gptq"
@@ -49,6 +62,12 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax):
   (plain,) = mxjax("compare", *arguments(folder, tmp_path / "rtn", "--methods", "rtn"))
   assert row["baseline"]["perplexity"] == plain["perplexity"]
   assert row["baseline"]["size"] == plain["size"]
+  # What takes long after the evaluations has a name of its own.
+  assert [stage for stage in stages if stage[0].startswith("text of")] == [
+    (f"text of the {name} model", f"evaluating, token {done}/24")
+    for name in ("float", "quantized")
+    for done in (0, 24)
+  ]
   said = row["sample"]
   assert said["prompt"] and tiny.TEXT.startswith(said["prompt"])
   assert len(said) == 3 and said["float"] and said["quantized"]
