@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.cli import inputs, output
   from mxjax.evaluation import subjects
   from mxjax.storage import atomic_io, checkpoint, export
-  from mxjax.storage.export import features
+  from mxjax.storage.export import card, features
   from mxjax.storage.export.folder import MANIFEST
 
   out = atomic_io.check_output(options.out)
@@ -185,8 +185,8 @@ def run(options: argparse.Namespace) -> None:
   if options.json:
     print(json.dumps(manifest))
     return
-  for name, value in record.get("evaluation", {}).get("perplexity", {}).items():
-    output.say(f"perplexity, {name}: {value:.4f}")
+  for name, told in card.perplexities(record.get("evaluation")).items():
+    output.say(f"{name}: {told}")
   output.say(f"activations: {manifest['activations']}")
   output.say(f"wrote {options.format}: {out}")
 

@@ -60,6 +60,20 @@ def _written(value: Any) -> str:
   return " ".join(str(value).replace("|", "\\|").split())
 
 
+def perplexities(measured: Mapping[str, Any] | None) -> dict[str, str]:
+  """Returns what an export measured, by what was measured, and on which tokens.
+
+  `measured` is `evaluation` of `mxjax_export.json`; None gives nothing.
+  """
+  if not measured:
+    return {}
+  shape = " x ".join(map(str, measured["windows"]))
+  return {
+    f"perplexity, {name}": f"{value:.4f} on {measured['data']}, {shape} tokens"
+    for name, value in measured["perplexity"].items()
+  }
+
+
 def model_card(form: str, manifest: Mapping[str, Any]) -> str:
   """Returns the card of a folder whose manifest is given, without its files.
 
@@ -92,11 +106,7 @@ def model_card(form: str, manifest: Mapping[str, Any]) -> str:
     "left out": manifest.get("dropped", []),
   }
   if measured := manifest.get("evaluation"):
-    rows |= {
-      f"perplexity, {name}": f"{value:.4f} on {measured['data']}, "
-      f"{' x '.join(map(str, measured['windows']))} tokens"
-      for name, value in measured["perplexity"].items()
-    }
+    rows |= perplexities(measured)
   else:
     rows["perplexity"] = "not measured when it was exported"
   table = [f"| {key} | {_written(value)} |" for key, value in rows.items()]

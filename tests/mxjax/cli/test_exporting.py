@@ -77,9 +77,15 @@ def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
 def test_windows_are_as_long_as_the_model_allows_where_nobody_says(
   saved, tiny_config, tmp_path, mxjax
 ):
+  """Of a perplexity it is said on what, for it differs from that of the build."""
   words = ["export", saved[0], "--format", "safetensors", "--out", tmp_path / "out"]
-  manifest = mxjax(*words, "--data", saved[0] / "text.txt", "--windows", 2)
-  assert manifest["evaluation"]["windows"] == [2, tiny_config.max_positions]
+  text = saved[0] / "text.txt"
+  said = mxjax(*words, "--data", text, "--windows", 2, as_json=False)
+  measured = json.loads((tmp_path / "out/mxjax_export.json").read_text())["evaluation"]
+  assert measured["windows"] == [2, tiny_config.max_positions]
+  mean = f"{measured['perplexity']['checkpoint']:.4f}"
+  shape = f"2 x {tiny_config.max_positions} tokens"
+  assert f"perplexity, checkpoint: {mean} on {text}, {shape}\n" in said
 
 
 def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
