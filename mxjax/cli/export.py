@@ -175,6 +175,7 @@ def run(options: argparse.Namespace) -> None:
     "safetensors": export.write_state,
     "transformers": export.write_transformers,
   }
+  output.stage("export, writing")
   writers[options.format](
     out,
     dataclasses.replace(source, params=params, record=record),
@@ -263,26 +264,30 @@ def _measure(
   import jax.numpy as jnp
 
   from mxjax import models
+  from mxjax.cli import output
   from mxjax.evaluation.measures.perplexity import perplexity
   from mxjax.storage.export import compressed_tensors, dequant, gguf
 
-  def measure(params: "Params", config: models.ModelConfig = source.config) -> float:
-    return perplexity(models.CausalLM(config), params, tokens).mean
+  measured: dict[str, float] = {}
 
-  measured = {"checkpoint": measure(source.params)}
+  def measure(
+    what: str, params: "Params", config: models.ModelConfig = source.config
+  ) -> None:
+    output.stage(f"export, perplexity, {what}")
+    measured[what] = perplexity(models.CausalLM(config), params, tokens).mean
+
+  measure("checkpoint", source.params)
   if is_changed:
-    measured["with what was dropped left out"] = measure(params)
+    measure("with what was dropped left out", params)
   if options.format == "dequant":
     dtype = jnp.dtype(options.dtype)
     effective, config, _ = dequant.effective_params(params, source.config, dtype)
-    measured["exported, activations not rounded"] = measure(effective, config)
+    measure("exported, activations not rounded", effective, config)
   if options.format == "gguf":
-    measured["exported, activations not rounded"] = measure(gguf.runtime_params(params))
+    measure("exported, activations not rounded", gguf.runtime_params(params))
   if options.format == "compressed-tensors":
     facts = source.facts["contract"]
     is_float = facts.get("activations") == "float"
     how = "not rounded" if is_float else "as compressed-tensors rounds them"
-    measured[f"exported, activations {how}"] = measure(
-      compressed_tensors.runtime_params(params)
-    )
+    measure(f"exported, activations {how}", compressed_tensors.runtime_params(params))
   return measured

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from mxjax.cli import output
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
@@ -75,9 +76,11 @@ def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
 
 
 def test_windows_are_as_long_as_the_model_allows_where_nobody_says(
-  saved, tiny_config, tmp_path, mxjax
+  saved, tiny_config, tmp_path, mxjax, monkeypatch
 ):
   """Of a perplexity it is said on what, for it differs from that of the build."""
+  stages = []
+  monkeypatch.setattr(output, "stage", stages.append)
   words = ["export", saved[0], "--format", "safetensors", "--out", tmp_path / "out"]
   text = saved[0] / "text.txt"
   said = mxjax(*words, "--data", text, "--windows", 2, as_json=False)
@@ -86,6 +89,7 @@ def test_windows_are_as_long_as_the_model_allows_where_nobody_says(
   mean = f"{measured['perplexity']['checkpoint']:.4f}"
   shape = f"2 x {tiny_config.max_positions} tokens"
   assert f"perplexity, checkpoint: {mean} on {text}, {shape}\n" in said
+  assert stages[-2:] == ["export, perplexity, checkpoint", "export, writing"]
 
 
 def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
