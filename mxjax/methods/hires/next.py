@@ -18,7 +18,12 @@ revisited as in `hires-descent`. At the end scale distillation learns a factor f
 input channel, which multiplies the columns of the input map; after it, recovery brings
 nothing and is left out. See `docs/results/hires_next.md`.
 
-One class has the options of both, and its defaults are those of `hires-descent`.
+`map-search` has another map: each block takes the best of many by the rounding error
+that they make (`map_search` of the numerics), in place of the interaction and the
+balance. It is what a program that a language model found has in its maps, with the
+codes of `hires-descent`. See `docs/results/discovery.md`.
+
+One class has the options of all three, and its defaults are those of `hires-descent`.
 """
 
 import dataclasses
@@ -33,13 +38,13 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.errors import ValueRefusal
 from mxjax.methods.gptq import conjugated, reconstruct
-from mxjax.methods.hires import stage1, stage2
+from mxjax.methods.hires import searched_map, stage1, stage2
 from mxjax.methods.hires.stage3 import ATTENTION, MLP
 from mxjax.methods.options import Count, Factor, Share
 from mxjax.methods.program import Program, Realization, Shaping
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
-from mxjax.numerics.realization import gptq, map_refit, one_code
+from mxjax.numerics.realization import few_codes, gptq, map_refit, one_code
 from mxjax.numerics.realization.activation_quantizers import (
   ActivationQuantizer,
   FewCodes,
@@ -64,6 +69,10 @@ class HiResDescent(Program):
     chart: The paper's `reference` chart, or the `geometric` mean of both moments; see
       `reference_chart` of the numerics.
     max_condition: The chart's largest condition number, 8 in the paper.
+    candidates: Maps that are measured for each block, in the chart's principal axes,
+      of which it takes the one with the smallest rounding error; see `map_search` of
+      the numerics. With 0, the map of Stage I. Needs the interaction and the balance
+      off, which correct that map.
     rounding: The A4 rule, as in `HiRes`, where `changes` is 0.
     scales: Where GPTQ takes the exponents of weight blocks from.
     damping: Relative damping of GPTQ.
@@ -85,6 +94,7 @@ class HiResDescent(Program):
   use_balance: bool = True
   chart: Literal["reference", "geometric"] = "reference"
   max_condition: Factor = reference_chart.MAX_CONDITION
+  candidates: Count = 0
   rounding: stage2.ActivationRule = "full"
   scales: gptq.ScaleSource = "searched"
   damping: Share = gptq.DAMPING
@@ -111,6 +121,15 @@ class HiResDescent(Program):
         got=f"rounding={self.rounding}",
         mend="leave one of them out",
       )
+    if self.candidates and (self.use_interaction or self.use_balance):
+      raise ValueRefusal(
+        self.name,
+        expected="use_interaction=false and use_balance=false for candidates="
+        f"{self.candidates}, which takes the place of both",
+        got=f"use_interaction={self.use_interaction} and "
+        f"use_balance={self.use_balance}",
+        mend="give both, or candidates=0",
+      )
     if self.rounds_up and not self.changes:
       raise ValueRefusal(
         self.name,
@@ -120,7 +139,9 @@ class HiResDescent(Program):
       )
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
-    """Stage I with the chart of the options."""
+    """Stage I with the chart of the options, or the best of some candidates."""
+    if self.candidates:
+      return self._searched(weight, inputs)
     return stage1.shape(
       weight,
       inputs,
@@ -128,6 +149,18 @@ class HiResDescent(Program):
       use_balance=self.use_balance,
       chart=CHARTS[self.chart],
       max_condition=self.max_condition,
+    )
+
+  def _searched(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
+    changes = self.changes or int(self.rounding != "nearest")
+    return searched_map.shape(
+      weight,
+      inputs,
+      chart=CHARTS[self.chart],
+      max_condition=self.max_condition,
+      candidates=self.candidates,
+      changes=changes,
+      rules=few_codes.scale_rules(inputs.rules, self.rounds_up),
     )
 
   def quantize_weight(
@@ -228,4 +261,12 @@ HIRES_NEXT = HiResDescent(
   two_sided=True,
   recover=(),
   tune=ScaleDistillation(),
+)
+MAP_SEARCH = HiResDescent(
+  name="map-search",
+  chart="geometric",
+  max_condition=1024.0,
+  candidates=84,
+  use_interaction=False,
+  use_balance=False,
 )

@@ -66,12 +66,12 @@ def shape(
   # In the paper's order, because each step is measured in the coordinates that the one
   # before has made: K in those of P_ref, the risks of D in those of T.
   record: dict[str, Any] = {}
-  moment, folds = inputs.moment(), _weight_moments(weight)
+  moment, folds = inputs.moment(), weight_moments(weight)
   # In several jitted steps by rule 2 of `mxjax.devices.execution`.
   charts = execution.call_in_batches(
     functools.partial(_charts, chart=chart, max_condition=float(max_condition)),
     moment,
-    _output_moment(weight, inputs, folds),
+    output_moment(weight, inputs, folds),
   )
   interaction = jnp.zeros_like(moment)
   if use_interaction:
@@ -91,7 +91,7 @@ def shape(
 
 
 @execution.jit()
-def _weight_moments(weight: jax.Array) -> jax.Array:
+def weight_moments(weight: jax.Array) -> jax.Array:
   """Computes W'W / m of even and odd rows (A7), float64 `[2, blocks, 32, 32]`."""
   parts = [weight[..., fold::2] for fold in (0, 1)]
   return jnp.stack(
@@ -99,7 +99,7 @@ def _weight_moments(weight: jax.Array) -> jax.Array:
   )
 
 
-def _output_moment(
+def output_moment(
   weight: jax.Array, inputs: LinearInputs, folds: jax.Array
 ) -> jax.Array:
   """Returns W'W / m over all rows, or W'B W / m where tokens have Fisher weights."""

@@ -55,7 +55,7 @@ def descend(
     # From the current codes, so that rounding errors do not add up over groups.
     slope = jnp.einsum("id,dm->im", panel, gap, precision=HIGHEST) + shift * here
     exponent = start.exponent[index]
-    moved = _descend_group(codes[index], decoded[index], slope, tile, exponent, rules)
+    moved = descend_group(codes[index], decoded[index], slope, tile, exponent, rules)
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, index, 0)
     return (put(codes, moved[0]), put(decoded, moved[1])), None
 
@@ -66,7 +66,7 @@ def descend(
   return gptq.Reconstruction(codes, start.exponent, decoded)
 
 
-def _descend_group(
+def descend_group(
   codes: jax.Array,
   decoded: jax.Array,
   slope: jax.Array,

@@ -37,6 +37,7 @@ FAST = {
   "focus": "focus:batch=2",
   "hires-descent": "hires-descent:use_balance=false",
   "hires-next": "hires-next:use_balance=false",
+  "map-search": "map-search:candidates=4",
 }
 """Options that make a method quick; its code path is the same."""
 
@@ -48,7 +49,7 @@ def relative_error(logits, exact):
   return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
 
 
-LONG = ("batquant", "torq", "hires-descent", "hires-next")
+LONG = ("batquant", "torq", "hires-descent", "hires-next", "map-search")
 """Methods of which a build takes more than ten seconds."""
 
 

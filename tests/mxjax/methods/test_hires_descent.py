@@ -28,6 +28,15 @@ def test_hires_next_is_hires_descent_with_the_options_of_the_documents():
   assert named == methods.HIRES_NEXT
 
 
+def test_map_search_is_hires_descent_with_the_options_of_the_documents():
+  documented = (
+    "hires-descent:chart=geometric:max_condition=1024:candidates=84"
+    ":use_interaction=false:use_balance=false"
+  )
+  named = dataclasses.replace(methods.get(documented), name="map-search")
+  assert named == methods.MAP_SEARCH
+
+
 @pytest.fixture(scope="module")
 def calibrated():
   """A weight `[64, 64]`, inputs with gradients of rank 3 at its outputs, their rows."""
@@ -143,3 +152,49 @@ def test_refitted_maps_leave_the_other_rules_alone(calibrated, float64, rule):
   ):
     np.testing.assert_array_equal(ours, theirs)
   assert np.abs(after.input_map.matrix - before.input_map.matrix).max() > 1e-3
+
+
+SEARCHED = dataclasses.replace(
+  ONE_SIDED, candidates=24, use_interaction=False, use_balance=False
+)
+
+
+def test_each_block_takes_the_candidate_with_the_smallest_error(calibrated, float64):
+  weight, inputs, _ = calibrated
+  blocks = mxfp4.weight_blocks(weight)
+  found, record = SEARCHED.shape(blocks, inputs)
+  first, best = np.asarray(record["map_losses"])
+  assert (best <= first).all() and (best < 0.99 * first).any()
+  assert len({*record["map_candidate"]}) > 1
+  # The same map comes from a search that ends with the chosen candidate.
+  last = max(record["map_candidate"])
+  again, same = dataclasses.replace(SEARCHED, candidates=last + 1).shape(blocks, inputs)
+  assert same == record
+  np.testing.assert_array_equal(again.matrix, found.matrix)
+  place = record["map_candidate"].index(last)
+  fewer, others = dataclasses.replace(SEARCHED, candidates=last).shape(blocks, inputs)
+  assert np.asarray(others["map_losses"])[1, place] > best[place]
+  assert np.abs(fewer.matrix - found.matrix)[place].max() > 1e-3
+
+
+def test_searched_maps_lower_the_error_of_the_outputs(calibrated, float64):
+  one, searched = (
+    realized(calibrated, dataclasses.replace(SEARCHED, candidates=n))[1]
+    for n in (1, 24)
+  )
+  assert searched < 0.99 * one
+
+
+@pytest.mark.parametrize(
+  ("options", "more"),
+  [({"rounding": "nearest"}, True), ({"changes": 2}, False)],
+)
+def test_candidates_are_measured_under_the_rule_of_the_model(
+  calibrated, float64, options, more
+):
+  weight, inputs, _ = calibrated
+  losses = [
+    np.asarray(program.shape(mxfp4.weight_blocks(weight), inputs).record["map_losses"])
+    for program in (SEARCHED, dataclasses.replace(SEARCHED, **options))
+  ]
+  assert ((losses[1] > losses[0]) == more).all()

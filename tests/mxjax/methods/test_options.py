@@ -33,6 +33,7 @@ NAMES = (
     "weighting=fisher for two_sided=true, .*got wei",
   ),
   ("hires-descent:rounds_up=true", "changes=1 or more .*got changes=0"),
+  ("hires-next:candidates=8", "use_balance=false for candidates=8, .*got use_in"),
   ("hires-next:max_condition=0.5", "greater than or equal to 1, .* default, 32.0"),
   ("hires-next:chart=geodesic", "one of reference, geometric, .* default, geo"),
   ("hires:chart=geometric", "got 'chart=geometric'"),

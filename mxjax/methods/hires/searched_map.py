@@ -1,0 +1,83 @@
+"""Chooses the map of every block among many, by the rounding error that each makes.
+
+It takes the place of the interaction K and the balance D of Stage I, which correct one
+map, where a chart alone is given. The mathematics is that of `map_search`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.methods.hires import stage1
+from mxjax.methods.program import Shaping
+from mxjax.numerics import mxfp4
+from mxjax.numerics.shaping import input_maps, map_search
+
+TOKENS, ROWS = 1024, 512
+"""The most tokens and output rows by which candidates are compared, evenly spaced."""
+
+
+def shape(
+  weight: jax.Array,
+  inputs: LinearInputs,
+  *,
+  chart: stage1.Chart,
+  max_condition: float,
+  candidates: int,
+  changes: int,
+  rules: mxfp4.Rules,
+) -> Shaping:
+  """Finds the map of a linear: for each block the candidate with the smallest J_k.
+
+  Args:
+    weight: Raw weights, feature-major, float32 `[blocks, 32, out_features]`.
+    inputs: The linear's calibration inputs.
+    chart: The chart whose principal axes the candidates spread.
+    max_condition: The chart's largest condition number.
+    candidates: Number of maps that are measured, at least 1.
+    changes: Codes of a block that the activations' rule changes; 0 is nearest.
+    rules: Codec rules of that rule.
+
+  Returns:
+    The map, float32 `[blocks, 32, 32]`, and its record: by block the number of the
+    chosen candidate, and J_k of the first and of the chosen one.
+  """
+  moment = inputs.moment()
+  output = stage1.output_moment(weight, inputs, stage1.weight_moments(weight))
+  make = functools.partial(chart, max_condition=float(max_condition))
+  charts = execution.call_in_batches(make, moment, output)
+  axes, inverse = execution.call_in_batches(
+    map_search.principal_axes, charts, moment, output
+  )
+  turned, phases = map_search.turns(candidates)
+  stride = -(-weight.shape[-1] // ROWS)
+  losses = execution.block_on_cpu(
+    map_search.losses(
+      *(turned, phases, axes, inverse),
+      *(inputs.sample(TOKENS), weight[..., ::stride], moment, output),
+      rules,
+      changes=changes,
+    )
+  )
+  measured = np.asarray(losses)
+  # A candidate that overflows is never chosen; argmin would take NaN for the least.
+  chosen = np.where(np.isfinite(measured), measured, np.inf).argmin(0)
+  matrix = _installed(turned[chosen], phases[chosen], axes)
+  record = {
+    "map_candidate": chosen.tolist(),
+    "map_losses": [
+      measured[0].tolist(),
+      measured[chosen, np.arange(len(chosen))].tolist(),
+    ],
+  }
+  return Shaping(input_maps.BlockDense(matrix), record)
+
+
+@execution.jit()
+def _installed(turned: jax.Array, phases: jax.Array, axes: jax.Array) -> jax.Array:
+  """Computes the chosen maps, float32 `[blocks, 32, 32]`."""
+  return (phases[:, None, None] * (turned @ axes)).astype(jnp.float32)
