@@ -126,6 +126,22 @@ def test_the_page_of_hires_has_the_constants_of_the_code():
     assert float(words.get(shown[0], shown[0])) == pytest.approx(value), pattern
 
 
+def test_the_lineage_of_the_ported_program_is_that_of_its_log():
+  """Every KL of a row is that of a call of the row, or of a control of it."""
+  page = (ROOT / "docs" / "results" / "discovery.md").read_text()
+  table = page.partition("## What was made a method")[2].partition("| call |")[2]
+  log = (ROOT / "tests/golden/ptq_by_a_model/log.jsonl").read_text().splitlines()
+  events = [json.loads(line) for line in log]
+  kl = [(e["call"], e["values"]["kl"]) for e in events if e["event"] == "outcome"]
+  rows = [line.split("|")[1:-1] for line in table.split("\n\n")[0].splitlines()[2:]]
+  assert len(rows) == 8
+  for calls, _, *cells in rows:
+    first, *_, last = [*map(int, calls.split(", "))] * 2
+    known = {f"{value:.4f}"[1:] for call, value in kl if first <= call <= last + 2}
+    shown = re.findall(r"\.\d{4}", " ".join(cells))
+    assert shown and {*shown} <= known, (calls, shown, known)
+
+
 def test_the_page_of_discovery_tells_the_recorded_run_as_its_log_does():
   page = " ".join((ROOT / "docs" / "results" / "discovery.md").read_text().split())
   log = (ROOT / "tests/golden/world_by_a_model/log.jsonl").read_text().splitlines()

@@ -24,6 +24,7 @@ Not in the paper. A language model found this search as a program of the `ptq` t
 `docs/results/discovery.md`.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ def losses(
     weight: Weights in native coordinates, float32 `[blocks, 32, rows]`.
     activation_moment: A, float64 `[blocks, 32, 32]`, in native coordinates.
     weight_moment: B, in the same form.
-    rules: Codec rules of the inputs.
+    rules: Codec rules of the inputs; weights share that of ties.
     changes: Codes that the activations' rule changes, see `few_codes`; 0 is nearest.
   """
 
@@ -130,8 +131,10 @@ def losses(
     )
     mapped = block_products(matrix.astype(jnp.float32), inputs)
     folded = block_products(fold.astype(jnp.float32), weight)
+    of_inputs = _input_loss(mapped, gram, rules, changes)
+    of_weight = weight_loss(folded, moment, rules)
     # Two errors that are not correlated: their squares add up in the outputs.
-    return _input_loss(mapped, gram, rules, changes) + weight_loss(folded, moment)
+    return of_inputs + of_weight
 
   return jax.lax.map(one, (turned, phases))
 
@@ -155,23 +158,30 @@ def _input_loss(
   return _mean(_squares(rounded - x, gram))
 
 
-def weight_loss(weight: jax.Array, moment: jax.Array) -> jax.Array:
+def weight_loss(
+  weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> jax.Array:
   """Computes the mean of f'Mf over rows, the better of two exponents for each.
 
   `weight` is float32 `[blocks, 32, rows]` and `moment` M, float32 `[blocks, 32, 32]`,
-  in the same coordinates. Rows are rounded to nearest, and then by passes of coordinate
-  descent in M. The result is float64 `[blocks]`.
+  in the same coordinates; of `rules` only that of ties counts. Rows are rounded to
+  nearest, and then by passes of coordinate descent in M. The result is float64
+  `[blocks]`.
   """
-  floor = mxfp4.block_exponent(weight)
+  rules = dataclasses.replace(rules, scale_rule="floor")
+  floor = mxfp4.block_exponent(weight, rules)
+
+  def descend(*block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, decoded, slope, tile, exponent = block
+    return code_descent.descend_group(codes, decoded, slope, tile, exponent, rules)
 
   def tried(step: int) -> jax.Array:
     exponent = jnp.minimum(floor + step, mxfp4.SCALE_BIAS)
     shown = exponent[..., None, :]
-    start = gptq.round_value(weight, shown, mxfp4.scale_of(shown), mxfp4.PAPER_RULES)
+    start = gptq.round_value(weight, shown, mxfp4.scale_of(shown), rules)
 
     def sweep(_: jax.Array, state: Any) -> Any:
       slope = block_products(moment, weight - state[1])
-      descend = lambda *block: code_descent.descend_group(*block, mxfp4.PAPER_RULES)
       return jax.vmap(descend)(*state, slope, moment, exponent)
 
     decoded = jax.lax.fori_loop(0, SWEEPS, sweep, start)[1]
