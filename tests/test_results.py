@@ -88,3 +88,38 @@ def test_the_page_of_hires_next_tells_what_its_rows_say():
 
 
 KL_ROWS = ("hires", "hires-next", "hires-next, no labels")
+
+
+def test_the_pages_of_searched_maps_tell_what_their_rows_say():
+  """Their gain over `hires-next` and HiRes, clear of zero on every model."""
+  page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
+  text = (ROOT / "benchmarks" / "results" / "map_search.md").read_text()
+  cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+  number = re.compile(r"(\S+) ± (\S+) \((\S+) %\)")
+  told = {
+    "maps searched": r"another (\d+) to (\d+) % off the KL of `hires-next`",
+    "map-search": r"`map-search` takes (\d+) to (\d+) % off the KL of HiRes",
+  }
+  for name, pattern in told.items():
+    column = 5 if name == "maps searched" else 4
+    rows = [number.fullmatch(row[column]) for row in cells if row[1].endswith(name)]
+    values = [[float(value) for value in row.groups()] for row in rows if row]
+    assert len(values) == 4 and all(mean + half < 0 for mean, half, _ in values)
+    shares = sorted(round(-share) for *_, share in values)
+    assert re.findall(pattern, page) == [(str(shares[0]), str(shares[-1]))], name
+
+
+def test_the_page_of_discovery_tells_how_much_of_the_program_was_ported():
+  """Shares of the program's gain over HiRes that `map-search` keeps on both models."""
+  page = (ROOT / "docs" / "results" / "discovery.md").read_text()
+  result = ROOT / "benchmarks" / "results" / "discovery_recorded.json"
+  rows = json.loads(result.read_text())["rows"]
+  kl = {(r["model"], r["program"]): sum(r["kl"]) / len(r["kl"]) for r in rows}
+  best = "best after 20 calls, rounding activations as hires does"
+  kept = []
+  for model in ("llama", "qwen3"):
+    base = kl[model, "hires"]
+    ours = base - kl[model, "map-search, the method of the library"]
+    kept.append(str(round(100 * ours / (base - kl[model, best]))))
+  words = r"keeps (\d+) % of what the program gains .*\n?.*, and (\d+) % held out"
+  assert re.findall(words, page) == [tuple(kept)]
