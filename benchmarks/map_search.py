@@ -40,7 +40,7 @@ ROWS = {
   "hires-next, one candidate": f"{ONE_MAP}:candidates=1",
   "hires-next, maps searched": f"{ONE_MAP}:candidates=84",
 }
-AGAINST = "hires", "hires-next"
+AGAINST = "hires", "hires-descent", "hires-next"
 
 
 def row(model, params, texts, draw, method):
@@ -74,7 +74,7 @@ def difference(ours, base):
 
 
 def table(rows):
-  """A line for each model and method: KL, and its differences from two methods."""
+  """A line for each model and method: KL, and its differences from three methods."""
   lines = []
   for model in dict.fromkeys(row["model"] for row in rows):
     for name in ROWS:
