@@ -230,7 +230,8 @@ class Context:
     scopes: Hooks and plan keys whose change alone has moved each observable.
     joint_scopes: For observables that nothing has moved alone, the sets of parts whose
       change together has.
-    seconds: How long the parent's call took, where the task tells it, or None.
+    seconds: Processor seconds of the parent's call by part, where the task tells them,
+      or None; see `mxjax.discovery.sandbox.processor`.
     lineage: The way from the initial program to the champion.
     budget: What is left of the run.
     review: Says why a proposal would be refused before it costs a call, or nothing.
@@ -259,7 +260,7 @@ class Context:
   joint_scopes: Mapping[str, tuple[tuple[str, ...], ...]] = dataclasses.field(
     default_factory=dict
   )
-  seconds: float | None = None
+  seconds: Mapping[str, float] | None = None
   lineage: tuple[Step, ...] = ()
   budget: Budget | None = None
   review: "Callable[[Proposal], str]" = lambda proposal: ""

@@ -390,7 +390,7 @@ class Cassette:
     """
     self._path, self._mode, self._client = pathlib.Path(path), mode, client
     self._replies: dict[tuple[str, int], Reply] = {}
-    self._seconds: dict[str, float] = {}
+    self._seconds: dict[str, Mapping[str, float]] = {}
     self._sample = 0
     # One for all samples: of the file, and of what has been read from it.
     self._lock = threading.Lock()
@@ -410,11 +410,12 @@ class Cassette:
       try:
         entry = json.loads(line)
         if "seconds" in entry:
-          self._seconds[entry["untimed"]] = float(entry["seconds"])
+          told = {name: float(each) for name, each in entry["seconds"].items()}
+          self._seconds[entry["untimed"]] = told
         else:
           key = (entry["request"], entry.get("sample", 0))
           self._replies[key] = Reply(**entry["reply"])
-      except (ValueError, KeyError, TypeError, RecursionError):
+      except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise self._no_cassette(number, line) from None
     if not any(torn[: len(b)] == b[: len(torn)] for b in BEGINNINGS):
       raise self._no_cassette(len(whole) + 1, torn)
@@ -453,9 +454,12 @@ class Cassette:
     other._client = client
     return other
 
-  def seconds(self, untimed: Mapping[str, Any], measured: float) -> float:
+  def seconds(
+    self, untimed: Mapping[str, Any], measured: Mapping[str, float]
+  ) -> Mapping[str, float]:
     """Returns the seconds that a request is to tell, as the recording machine had them.
 
+    They are by part of a call, and so are the `measured` ones of this machine.
     `untimed` is the request without them, which addresses them.
 
     Raises:
@@ -467,8 +471,8 @@ class Cassette:
         return self._seconds[key]
       if self._mode == "replay":
         raise self._absent(f"seconds for request {key[:12]}")
-      self._append({"seconds": measured, "untimed": key})
-      self._seconds[key] = measured
+      self._append({"seconds": dict(measured), "untimed": key})
+      self._seconds[key] = dict(measured)
     return measured
 
   def complete(self, request: Mapping[str, Any]) -> Reply:

@@ -574,9 +574,9 @@ def _limits() -> str:
     f"{limits.VALUE_BYTES >> 20} MiB of intermediate values and {limits.FLOPS:.2g} "
     f"floating-point operations a unit, a loop's body counted once. Time is spent on "
     "every turn of every loop, times the units of a call: "
-    f"{limits.TRACE_SECONDS:g} s to trace and "
-    f"{limits.CALL_SECONDS:g} s for a call with its compilation, after which it counts "
-    "as failed and is charged."
+    f"{limits.TRACE_SECONDS:g} s to trace and {limits.CALL_SECONDS:g} processor "
+    "seconds (of one core) for a call with its compilation, after which it counts as "
+    "failed and is charged."
   )
 
 
@@ -696,6 +696,16 @@ def _without_defaults(source: str, interface: Interface) -> tuple[str, bool]:
   return re.sub(r"\n{3,}", "\n\n\n", "\n".join(lines)).strip() + "\n", False
 
 
+def _seconds(by_part: Mapping[str, float]) -> str:
+  """Says what a call took, as a sentence without its beginning; most first."""
+  parts = sorted(by_part.items(), key=lambda part: (-part[1], part[0]))
+  told = ", ".join(f"{name} {each:.3g}" for name, each in parts)
+  return (
+    f"{sum(by_part.values()):.3g} processor seconds: {told}. The rest is what is no "
+    "hook, and hooks that run within a layer."
+  )
+
+
 def _question(
   context: Context, references: Mapping[str, float], task: Task
 ) -> list[str]:
@@ -707,7 +717,7 @@ def _question(
   because = f" It is revised now because {context.why}." if context.why else ""
   took = ""
   if context.seconds is not None:
-    took = f" Its call took {context.seconds:.3g} s, with compilation."
+    took = f" Its call took {_seconds(context.seconds)}"
   parts = [
     f"Target to lower: {target}. {_budget_text(context)}".strip(),
     f"The parent, which you revise and which predictions are relative to, is "

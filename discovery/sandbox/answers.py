@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from mxjax.discovery.core.task import Status
+from mxjax.discovery.sandbox import processor
 
 
 def strict_json(data: bytes) -> Any:
@@ -39,6 +40,7 @@ def parse(head: bytes) -> dict[str, Any]:
     raise ValueError(f"no answer: {head[:100]!r}")
   if not all(isinstance(value, str) for value in answer.get("outputs", {}).values()):
     raise ValueError(f"outputs that are no digests: {answer['outputs']!r:.100}")
+  processor.checked(answer.get("processor", {}))
   return {"detail": "", **answer, "status": Status(answer.get("status", ""))}
 
 

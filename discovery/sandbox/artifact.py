@@ -244,6 +244,11 @@ class _Callable:
     compare=False
   )
 
+  @property
+  def hook(self) -> str:
+    """Name of the hook."""
+    return self.spec["name"]
+
   def __call__(self, *arguments: Any) -> tuple[jax.Array, ...]:
     names = [name for name, _ in self.spec["arguments"]]
     rows = (

@@ -1,6 +1,7 @@
 """Common parts of executors: tracing a source and running a call through its phases."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,12 +12,29 @@ from mxjax.discovery.core.task import (
   RefusedError,
   Status,
 )
+from mxjax.discovery.sandbox.processor import METER, Seconds
 from mxjax.errors import Refusal
 
 MEMORY_SIGNS = ("RESOURCE_EXHAUSTED", "ut of memory", "bad_alloc")
 """How XLA and C++ tell a lack of memory, for which they have no class or number."""
-OnDone = Callable[[int, Outcome, float], None]
-"""Receives the position of a call, its outcome and its duration in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Took:
+  """How long a call took.
+
+  Attributes:
+    seconds: By a clock on the wall, which other work on the machine stretches.
+    processor: Processor seconds of the workers by part, see `processor.Meter`; empty
+      if they are not known, as of a call that failed.
+  """
+
+  seconds: float
+  processor: Seconds = dataclasses.field(default_factory=dict)
+
+
+OnDone = Callable[[int, Outcome, Took], None]
+"""Receives the position of a call, its outcome and how long it took."""
 Phase = Callable[[bytes], tuple[dict[str, Any], bytes]]
 """Maps the bytes of the previous phase to JSON results and bytes for the next."""
 
@@ -53,8 +71,10 @@ class Executor(Protocol):
     """Ends the workers."""
 
 
-def run_phases(phases: Iterable[Phase]) -> Outcome:
+def run_phases(phases: Iterable[Phase]) -> tuple[Outcome, dict[str, float]]:
   """Runs the phases of a call in order.
+
+  Returns its outcome, and the processor seconds of its phases by part.
 
   Raises:
     ValueError: An observable is not a finite number, or there is none.
@@ -62,13 +82,15 @@ def run_phases(phases: Iterable[Phase]) -> Outcome:
   values: dict[str, float] = {}
   outputs: dict[str, str] = {}
   parts: dict[str, dict[str, float]] = {}
+  spent: Counter[str] = Counter()
   payload = b""
   for phase in phases:
     result, payload = phase(payload)
     values |= result.get("values", {})
     outputs |= result.get("outputs", {})
     parts |= result.get("parts", {})
-  return Outcome.from_dict(
+    spent.update(result.get("processor", {}))
+  outcome = Outcome.from_dict(
     {
       "status": "ok",
       "values": values,
@@ -77,6 +99,18 @@ def run_phases(phases: Iterable[Phase]) -> Outcome:
       "parts": parts,
     }
   )
+  return outcome, dict(spent)
+
+
+def metered(phase: Phase) -> Phase:
+  """Returns a phase that runs in this process, with the processor seconds it takes."""
+
+  def run(before: bytes) -> tuple[dict[str, Any], bytes]:
+    with METER.measured() as spent:
+      result, payload = phase(before)
+    return {**result, "processor": dict(spent)}, payload
+
+  return run
 
 
 def status_of(error: BaseException) -> tuple[Status, str]:

@@ -92,6 +92,8 @@ class Limits:
   Attributes:
     seconds: Wall clock of one job; the supervisor kills the worker.
     cpu_seconds: CPU time of the whole process; the kernel kills it.
+    call_cpu_seconds: CPU time of one call of a run worker, which serves many; all
+      phases of the call together.
     memory_bytes: Address space.
     files: Open file descriptors.
     message_bytes: Longest reply.
@@ -100,6 +102,7 @@ class Limits:
 
   seconds: float = 30.0
   cpu_seconds: int = 60
+  call_cpu_seconds: int = 1 << 20
   memory_bytes: int = 4 << 30
   files: int = 128
   message_bytes: int = 8 << 20

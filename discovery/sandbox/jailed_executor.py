@@ -21,7 +21,7 @@ from mxjax.discovery.core.candidate_source import hook_keys
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call, Outcome, Status, Task
 from mxjax.discovery.sandbox import jail, supervisor
-from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases
+from mxjax.discovery.sandbox.executor import OnDone, Phase, Took, Traced, run_phases
 from mxjax.discovery.sandbox.supervisor import RunWorker, Tracer, WorkerError
 from mxjax.errors import ImportRefusal
 
@@ -42,25 +42,37 @@ class EvaluatorWorker:
     ]
 
   def run(self, call: Mapping[str, Any], artifacts: Serialized) -> dict[str, Any]:
-    """Runs all phases of a call; returns `Outcome.to_dict()`.
+    """Runs all phases of a call.
+
+    Returns `Outcome.to_dict()`, and under `processor` the processor seconds by part.
 
     Raises:
       OutageError: Workers were killed in it twice, so it has no outcome; see
         `supervisor.twice`.
     """
 
-    def ran() -> Outcome:
-      return run_phases(
-        functools.partial(worker.run, call, artifacts) for worker in self._workers
-      )
+    def ran() -> tuple[Outcome, dict[str, float]]:
+      spent = 0.0
 
+      def phase_of(worker: RunWorker) -> Phase:
+        def phase(before: bytes) -> tuple[dict[str, Any], bytes]:
+          nonlocal spent
+          result, payload = worker.run(call, artifacts, before, spent)
+          spent += sum(result.get("processor", {}).values())
+          return result, payload
+
+        return phase
+
+      return run_phases(map(phase_of, self._workers))
+
+    spent: dict[str, float] = {}
     try:
-      outcome = supervisor.twice(ran)
+      outcome, spent = supervisor.twice(ran)
     except WorkerError as error:
       outcome = Outcome(error.status, detail=str(error)[:1000])
     except ValueError as error:
       outcome = Outcome(Status.NOT_FINITE, detail=str(error)[:1000])
-    return outcome.to_dict()
+    return {**outcome.to_dict(), "processor": spent}
 
   def close(self) -> None:
     """Kills the workers."""
@@ -206,10 +218,10 @@ class JailedExecutor:
           index, call = waiting.pop()
         start = time.perf_counter()
         plain = json.loads(identity.canonical(call._asdict()))
-        outcome = Outcome.from_dict(worker.run(plain, self.artifacts(call)))
-        seconds = time.perf_counter() - start
+        answer = worker.run(plain, self.artifacts(call))
+        took = Took(time.perf_counter() - start, answer["processor"])
         with lock:
-          on_done(index, outcome, seconds)
+          on_done(index, Outcome.from_dict(answer), took)
 
     pairs = zip(self._threads, self._workers, strict=True)
     for future in [thread.submit(drain, worker) for thread, worker in pairs]:

@@ -12,7 +12,14 @@ from typing import Any
 from mxjax.discovery.core.candidate_source import hook_keys
 from mxjax.discovery.core.task import Call, Outcome, RefusedError, Session, Status, Task
 from mxjax.discovery.sandbox import artifact, frames, tracing
-from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases, status_of
+from mxjax.discovery.sandbox.executor import (
+  OnDone,
+  Took,
+  Traced,
+  metered,
+  run_phases,
+  status_of,
+)
 
 
 class LocalExecutor:
@@ -58,19 +65,19 @@ class LocalExecutor:
     """See `Executor.run`; runs the calls one after another."""
     for index, call in enumerate(calls):
       start = time.perf_counter()
-      outcome = self._outcome(call)
-      on_done(index, outcome, time.perf_counter() - start)
+      outcome, spent = self._outcome(call)
+      on_done(index, outcome, Took(time.perf_counter() - start, spent))
 
-  def _outcome(self, call: Call) -> Outcome:
+  def _outcome(self, call: Call) -> tuple[Outcome, dict[str, float]]:
     try:
       return run_phases(
-        functools.partial(self._session(phase).run, call, self.artifacts)
+        metered(functools.partial(self._session(phase).run, call, self.artifacts))
         for phase in self._task.phases
       )
     except Exception as error:  # noqa: BLE001
       # A fault of the candidate is its result; `status_of` classifies it.
       status, detail = status_of(error)
-      return Outcome(status, detail=detail)
+      return Outcome(status, detail=detail), {}
 
   def _session(self, phase: str) -> Session:
     if phase not in self._sessions:

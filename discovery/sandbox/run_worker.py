@@ -6,12 +6,17 @@ worker serves many calls, because an artifact is a pure function and leaves noth
 behind; its supervisor kills it at the first fault and starts another.
 """
 
+import ctypes
+import functools
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import resource
+import signal
 import sys
+import time
 from typing import Any
 
 CACHES_UP_TO = 2 << 30
@@ -34,6 +39,26 @@ def _load(name: str) -> Any:
   sys.modules[name] = module
   spec.loader.exec_module(module)
   return module
+
+
+def _exit_at_limit() -> None:
+  """Lets the kernel end this process when a call has used up its processor time.
+
+  The number of the signal becomes the exit code. By default the signal would do nothing
+  to the first process of a pid namespace, and a handler in Python would wait until the
+  program that runs has ended; the C library's `_exit` ends all threads at once.
+  """
+  libc = ctypes.CDLL(None, use_errno=True)
+  libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+  libc.signal.restype = ctypes.c_void_p
+  libc.signal(signal.SIGXCPU, ctypes.cast(libc._exit, ctypes.c_void_p))
+
+
+def _limit_call(seconds: float) -> None:
+  """Lets this process use so many more processor seconds, rounded up."""
+  _, most = resource.getrlimit(resource.RLIMIT_CPU)
+  until = math.ceil(time.process_time() + seconds)
+  resource.setrlimit(resource.RLIMIT_CPU, (min(until, most), most))
 
 
 def _enter(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +114,10 @@ class _Phase:
 
   def __init__(self, config: dict[str, Any]) -> None:
     from mxjax.discovery.core import task
-    from mxjax.discovery.sandbox import artifact
+    from mxjax.discovery.sandbox import artifact, executor
 
     self._artifact, self._name = artifact, config["phase"]
+    self._metered = executor.metered
     self._make_call = task.Call
     self._task = task.load(config["task"])
     specs = {spec["name"]: spec for spec in self._task.interface.to_list()}
@@ -111,9 +137,9 @@ class _Phase:
       self._artifacts.add(computation, name, data)
     if self._session is None:
       self._session = self._task.open(self._name)
-    return self._session.run(
-      self._make_call(**request["call"]), self._artifacts, before
-    )
+    call = self._make_call(**request["call"])
+    session = functools.partial(self._session.run, call, self._artifacts)
+    return self._metered(session)(before)
 
 
 def main() -> None:
@@ -131,12 +157,15 @@ def main() -> None:
 
   if config["compiled"]:
     kept_programs.keep_compiled(config["compiled"])
+  _exit_at_limit()
+  most = config["limits"]["call_cpu_seconds"]
   phase, caches = _Phase(config), _Caches()
   frames.write(replies, [json.dumps(features).encode()])
   while data := frames.read(sys.stdin.buffer):
     head, *blobs = frames.unpack(data)
     request = json.loads(head)
     result, payload = {}, b""
+    _limit_call(request.get("cpu_seconds", most))
     try:
       if request["kind"] == "gate":
         result = phase.gate(request, blobs)

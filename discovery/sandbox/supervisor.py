@@ -16,8 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+
 import mxjax
-from mxjax.discovery.core.candidate_source import CALL_SECONDS, TRACE_SECONDS
+from mxjax.discovery.core.candidate_source import (
+  CALL_SECONDS,
+  CALL_WALL_SECONDS,
+  TRACE_SECONDS,
+)
 from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import answers, frames, jail
@@ -37,8 +43,9 @@ CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
 # busy machine changes nothing.
 TRACE_LIMITS = jail.Limits(seconds=TRACE_SECONDS, cpu_seconds=20, memory_bytes=4 << 30)
 RUN_LIMITS = jail.Limits(
-  seconds=CALL_SECONDS,
+  seconds=CALL_WALL_SECONDS,
   cpu_seconds=1 << 20,
+  call_cpu_seconds=CALL_SECONDS,
   memory_bytes=16 << 30,
   message_bytes=1 << 30,
 )
@@ -50,6 +57,18 @@ GATE_SECONDS = 120.0
 
 Reading a damaged artifact may never end, because MLIR's reader follows its locations as
 a tree of any size.
+"""
+
+QUICK_TO_COMPILE = (
+  "--xla_cpu_parallel_codegen_split_count=1",
+  # JAX 0.11 no longer has it, and XLA ends a process that names an unknown flag.
+  *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []),
+)
+"""Flags of XLA that compile a candidate in half of the processor time.
+
+Most programs of a candidate run a few times, so that compiling them is much of a call.
+Its hooks have the same bits with these and without; `benchmarks/discovery_evaluator.py`
+compares whole calls.
 """
 
 
@@ -65,6 +84,10 @@ def _clean_environment() -> dict[str, str]:
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
+    # Threads of XLA wait for each other in loops, which costs processor time, and a run
+    # has other workers for the other cores.
+    "NPROC": "1",
+    "XLA_FLAGS": " ".join(QUICK_TO_COMPILE),
   }
 
 
@@ -211,6 +234,9 @@ class Worker:
     if status == Status.CRASHED and any(sign in tail for sign in MEMORY_SIGNS):
       status = Status.MEMORY
     code = self._process.returncode
+    if is_ended and code == signal.SIGXCPU:
+      status = Status.TIMEOUT
+      detail = f"took more than {self._limits.call_cpu_seconds} processor seconds"
     took = time.monotonic() - self._begun
     is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
     # The kernel kills for CPU time by the same signal, but not as early.
@@ -441,11 +467,13 @@ class RunWorker:
     call: Mapping[str, Any],
     artifacts: Mapping[str, tuple[str, bytes]],
     before: bytes,
+    spent: float = 0.0,
   ) -> tuple[dict[str, Any], bytes]:
     """Runs the phase on a call, given as `Call._asdict()`.
 
     `artifacts` holds hook name and artifact by identity, for everything that the call
-    may execute; each is sent to a worker once. `before` comes from the previous phase.
+    may execute; each is sent to a worker once. `before` comes from the previous phase,
+    and `spent` are the processor seconds that the call has used before this one.
 
     Raises:
       WorkerError: The call failed.
@@ -454,6 +482,7 @@ class RunWorker:
     fresh = {key: art for key, art in artifacts.items() if key not in self._sent}
     request = {
       "kind": "run",
+      "cpu_seconds": max(self._limits.call_cpu_seconds - spent, 0.0),
       "call": dict(call),
       "artifacts": [[key, art[0]] for key, art in fresh.items()],
     }

@@ -21,7 +21,8 @@ from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call, Outcome, Status, Task
-from mxjax.discovery.sandbox.executor import Executor, Traced
+from mxjax.discovery.sandbox.executor import Executor, Took, Traced
+from mxjax.discovery.sandbox.processor import Seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +165,8 @@ class CachedEvaluator:
     missing = {c.exec_id: c.call for c in conditions if stored[c.exec_id] is None}
     names = list(missing)
 
-    def on_done(index: int, outcome: Outcome, seconds: float) -> None:
-      entry = {"outcome": outcome.to_dict(), "seconds": seconds}
+    def on_done(index: int, outcome: Outcome, took: Took) -> None:
+      entry = {"outcome": outcome.to_dict(), **dataclasses.asdict(took)}
       # As a resumed run reads it, so that both send a proposer the same prompt.
       entry = json.loads(identity.canonical(entry))
       stored[names[index]] = entry
@@ -177,10 +178,13 @@ class CachedEvaluator:
       self._executor.run(list(missing.values()), on_done)
     return [Outcome.from_dict(stored[c.exec_id]["outcome"]) for c in conditions]
 
-  def seconds(self, exec_id: str) -> float | None:
-    """Returns how long an execution took, or None if it did not run in this folder."""
-    entry = self._store.get("outcomes", exec_id)
-    return None if entry is None else entry["seconds"]
+  def processor(self, exec_id: str) -> Seconds | None:
+    """Returns the processor seconds of an execution by part; see `processor.Meter`.
+
+    None if it did not run in this folder, or if they are not known.
+    """
+    entry = self._store.get("outcomes", exec_id) or {}
+    return entry.get("processor") or None
 
   def measure(self, *calls: Call) -> list[Outcome]:
     """Returns the outcomes of calls that are not charged to any budget."""

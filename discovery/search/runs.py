@@ -23,7 +23,7 @@ from mxjax.discovery.proposers import llm
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.proposers.endpoint import HttpClient
 from mxjax.discovery.proposers.human import HumanProposer
-from mxjax.discovery.sandbox.executor import Executor
+from mxjax.discovery.sandbox.executor import Executor, Took
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.asking import FreeProxy
@@ -383,9 +383,9 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
   outcomes: list[task_.Outcome] = []
   seconds: list[float] = []
 
-  def on_done(_: int, outcome: task_.Outcome, duration: float) -> None:
+  def on_done(_: int, outcome: task_.Outcome, took: Took) -> None:
     outcomes.append(outcome)
-    seconds.append(duration)
+    seconds.append(took.seconds)
 
   with tempfile.TemporaryDirectory(prefix="mxjax-plan-") as scratch:
     store = Store(pathlib.Path(scratch))

@@ -302,7 +302,7 @@ class Search:
       why=selection.why,
       scopes=self.scopes.known(),
       joint_scopes=self.scopes.joint(),
-      seconds=self._evaluator.seconds(parent.exec_id)
+      seconds=self._evaluator.processor(parent.exec_id)
       if self._task.tells_seconds
       else None,
       lineage=self._lineage(),

@@ -13,6 +13,7 @@ from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import ContractError
+from mxjax.discovery.sandbox.processor import spent_on
 from mxjax.discovery.tasks.ptq.interface import EXPONENT_SLACK
 from mxjax.numerics import float_bits, mxfp4
 from mxjax.numerics.shaping import input_maps, reference_chart
@@ -67,7 +68,8 @@ def map_units(function: Function, *items: Any) -> list[np.ndarray]:
     some = jax.tree.map(lambda a: a[start : start + UNITS], arrays)  # noqa: B023
     count = min(UNITS, total - start)
     filled = jax.tree.map(lambda a: _filled(a, UNITS, 0), some)
-    results = execution.block_on_cpu(_run_units(function, np.int32(count), filled))
+    with spent_on(function):
+      results = execution.block_on_cpu(_run_units(function, np.int32(count), filled))
     parts.append([np.asarray(result)[:count] for result in results])
   return [np.concatenate(each) for each in zip(*parts, strict=True)]
 

@@ -10,6 +10,7 @@ from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import ProposerError
 from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.proposers import endpoint, llm
+from mxjax.discovery.sandbox.executor import Took
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks import world
 from tests.discovery import searching
@@ -342,7 +343,8 @@ class Taking(LocalExecutor):
     self._seconds = seconds
 
   def run(self, calls, on_done):
-    told = lambda index, outcome, _: on_done(index, outcome, self._seconds)
+    took = Took(9.0, {"compiling": 1.0, "geometry": self._seconds})
+    told = lambda index, outcome, _: on_done(index, outcome, took)
     super().run(calls, told)
 
 
@@ -365,7 +367,8 @@ def test_a_recorded_run_replays_where_calls_take_another_time(tmp_path):
   assert logs[0] == logs[1]
   told = [r["messages"][1]["content"] for r in shown]
   assert told
-  assert all("Its call took 3.12 s, with compilation." in text for text in told)
+  took = "4.12 processor seconds: geometry 3.12, compiling 1."
+  assert all(f"Its call took {took}" in text for text in told)
 
 
 FINISHED = {"finished": True, "note": "every site works"}

@@ -113,7 +113,7 @@ def test_every_limit_is_told(task):
   )
   assert all(f"{number} " in shown for number in numbers)
   assert f"{candidate_source.TRACE_SECONDS:g} s to trace" in shown
-  assert f"{candidate_source.CALL_SECONDS:g} s for a call" in shown
+  assert f"{candidate_source.CALL_SECONDS:g} processor seconds (of one core)" in shown
 
 
 def test_every_floor_and_every_price_is_told(task):
@@ -162,9 +162,11 @@ def test_edits_of_several_parts_credit_none_of_them():
 
 def test_the_parent_comes_with_the_reason_why_it_is_revised_and_its_seconds():
   task = world.World(seed=3)
-  shown = text(task, why="it is the best program", seconds=12.345)
+  seconds = {"compiling": 5.25, "geometry": 7.0, "the rest": 0.0951}
+  shown = text(task, why="it is the best program", seconds=seconds)
   assert "It is revised now because it is the best program." in shown
-  assert "Its call took 12.3 s, with compilation." in shown
+  told = "12.3 processor seconds: geometry 7, compiling 5.25, the rest 0.0951."
+  assert f"Its call took {told}" in shown
   assert "Its call took" not in text(task)
   assert not task.tells_seconds, "a replay of its prompts would differ"
   assert ptq.PtqTask.tells_seconds

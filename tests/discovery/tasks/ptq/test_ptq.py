@@ -15,6 +15,7 @@ from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.core.task import Call, Outcome, Status
 from mxjax.discovery.sandbox import frames, tracing
 from mxjax.discovery.sandbox.artifact import ArtifactTable
+from mxjax.discovery.sandbox.executor import Took
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks.ptq import (
@@ -277,7 +278,7 @@ def test_outcomes_of_another_library_version_are_paid_for_again(tmp_path, monkey
     def run(self, calls, on_done):
       executed.extend(calls)
       for index in range(len(calls)):
-        on_done(index, Outcome(Status.OK, {"log_ppl": 1.0}), 0.0)
+        on_done(index, Outcome(Status.OK, {"log_ppl": 1.0}), Took(0.0))
 
   def exec_id(version):
     monkeypatch.setattr(identity, "source_digest", lambda *packages: version)

@@ -1,0 +1,112 @@
+"""Processor time of an evaluator call, by what it was spent on.
+
+Processor time is that of this process, all its threads together: seconds of one core. A
+busy machine stretches the time of a clock on the wall, and this hardly.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from mxjax.compilation import COMPILED, LOWERED
+
+COMPILING, REST = "compiling", "the rest"
+"""Names of the two parts of a call that are no hook."""
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+"""JAX's event for a traced program, which is lowered and compiled next, if it is."""
+Seconds = Mapping[str, float]
+"""Processor seconds by part: the name of a hook, `COMPILING` or `REST`."""
+
+
+class Meter:
+  """Charges processor time to the part that is being worked on.
+
+  A part within another one interrupts it, and so does compiling: each second is charged
+  once. Only the thread that began a measurement is listened to.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+    """Starts to listen to what JAX compiles; `clock` returns processor seconds."""
+    self._clock = clock
+    self._spent: Counter[str] = Counter()
+    self._open: list[str] = []
+    self._since, self._thread = 0.0, 0
+    self._traced: float | None = None
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+  def _charge(self, part: str, until: float) -> None:
+    self._spent[part] += max(until - self._since, 0.0)
+    self._since = max(until, self._since)
+
+  def _listen(self, event: str, duration: float, **about: Any) -> None:
+    del duration, about
+    if not self._open or threading.get_ident() != self._thread:
+      return
+    now = self._clock()
+    if event == TRACED or (event == LOWERED and self._traced is None):
+      self._traced = now
+    elif event == COMPILED:
+      # What came before the program was traced belongs to the part that called it.
+      self._charge(self._open[-1], now if self._traced is None else self._traced)
+      self._charge(COMPILING, now)
+      self._traced = None
+
+  @contextlib.contextmanager
+  def measured(self) -> Iterator[Counter[str]]:
+    """Measures what runs inside; yields the seconds by part, complete at the end."""
+    self._spent, self._thread = Counter(), threading.get_ident()
+    self._since, self._traced = self._clock(), None
+    spent = self._spent
+    try:
+      with self._within(REST):
+        yield spent
+    finally:
+      self._open.clear()
+
+  @contextlib.contextmanager
+  def on(self, part: str) -> Iterator[None]:
+    """Charges what runs inside to a part, if this thread is being measured."""
+    if not part or not self._open or threading.get_ident() != self._thread:
+      yield
+      return
+    self._charge(self._open[-1], self._clock())
+    with self._within(part):
+      yield
+
+  @contextlib.contextmanager
+  def _within(self, part: str) -> Iterator[None]:
+    self._open.append(part)
+    try:
+      yield
+    finally:
+      self._charge(self._open.pop(), self._clock())
+
+
+METER = Meter()
+"""The meter of this process, which runs one call at a time."""
+
+
+def spent_on(function: Any) -> contextlib.AbstractContextManager[None]:
+  """Charges what runs inside to a hook of `ArtifactTable`, which knows its name."""
+  return METER.on(getattr(function, "hook", ""))
+
+
+def checked(seconds: Any) -> dict[str, float]:
+  """Returns processor seconds that a worker sent.
+
+  Raises:
+    ValueError: They are not finite numbers from 0, by name.
+  """
+  is_number = lambda n: isinstance(n, int | float) and not isinstance(n, bool)
+  if not isinstance(seconds, dict) or not all(
+    isinstance(name, str) and is_number(n) and math.isfinite(n) and n >= 0
+    for name, n in seconds.items()
+  ):
+    raise ValueError(f"processor seconds that are none: {seconds!r:.100}")
+  return {name: float(n) for name, n in seconds.items()}
