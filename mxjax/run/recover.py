@@ -22,6 +22,7 @@ from mxjax.errors import ValueRefusal
 from mxjax.methods import hook_results
 from mxjax.methods.recovery import RecoveryFit, Sample
 from mxjax.numerics import precision
+from mxjax.run import rounding_alone
 from mxjax.run.capture import Captured, Trajectories
 from mxjax.run.setup import Setup
 
@@ -89,25 +90,32 @@ def measure(
   placement = setup.placement
   constants, moments = fit.prepare(float_layer, float_taps[0], setup.calib.count)
   totals = Totals(moments, placement)
+  alone = {}
+  if placement.mesh is None:
+    alone = rounding_alone.linears_alone(layer, setup.targets)
+    layer = rounding_alone.without_rules(layer, alone)
   layers = placement.shard_rows({"quantized": layer, "float": float_layer})
   constants = placement.replicate(constants)
-  leaving = [
-    totals.add(
+  leaving = []
+  for chunk, taps in zip(hidden, float_taps, strict=True):
+    rounded = (
+      rounding_alone.rounded_inputs(setup.model, layer, alone, chunk) if alone else {}
+    )
+    output = totals.add(
       _measure_sequence,
-      {name: taps[name] for name in fit.float_taps},
+      ({name: taps[name] for name in fit.float_taps}, rounded),
       constants,
       static=(setup.model, fit),
       params=layers,
       consumed=chunk,
     )
-    for chunk, taps in zip(hidden, float_taps, strict=True)
-  ]
+    leaving.append(output)
   return totals.value(), leaving
 
 
 def _measure_sequence(
   moments: Any,
-  sequence: tuple[jax.Array, dict[str, jax.Array]],
+  sequence: tuple[jax.Array, tuple[dict[str, jax.Array], rounding_alone.Values]],
   index: jax.Array,
   static: tuple[CausalLanguageModel, RecoveryFit],
   layers: dict[str, Params],
@@ -115,9 +123,10 @@ def _measure_sequence(
 ) -> tuple[Any, jax.Array]:
   """Runs one sequence through the layer and adds it to the moments; see `Step`."""
   model, fit = static
-  hidden, float_taps = sequence
+  hidden, (float_taps, rounded) = sequence
   with jax.enable_x64(False):
-    output, taps = model.layer_with_taps(layers["quantized"], hidden[None])
+    layer = rounding_alone.with_values(layers["quantized"], rounded)
+    output, taps = model.layer_with_taps(layer, hidden[None])
   targets = jax.tree.map(lambda a: a[None], float_taps)
   sample = Sample(constants, layers["float"], taps, targets, index)
   return fit.measure(moments, sample), output[0]

@@ -6,7 +6,7 @@ streams the calibration sequences and the weights, adds, and checks what is solv
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,10 @@ import numpy as np
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import ContractError
+from mxjax.discovery.sandbox.processor import spent_on
 from mxjax.discovery.tasks.ptq.candidate_codes import (
+  ROWS,
+  UNITS,
   Function,
   checked,
   decoded,
@@ -35,6 +38,8 @@ from mxjax.numerics.shaping import nearest_plane
 
 TILE = 32
 """Columns of a block, tokens or weight rows, that a measurement sees together."""
+TILES = 4
+"""Tiles that a program of a measurement takes at once; see `UNITS`."""
 MAX_CONDITION = 1e4
 """Largest condition number of a block's map; above it, folding loses float32 digits."""
 
@@ -62,47 +67,78 @@ def _require_tiles(what: str, columns: int) -> None:
     )
 
 
-def _tiles(block: jax.Array) -> jax.Array:
-  """Cuts `[32, n]` into tiles of its columns, `[n / 32, 32, 32]`."""
-  return block.reshape(mxfp4.BLOCK_SIZE, -1, TILE).swapaxes(0, 1)
+def _tiles(blocks: np.ndarray) -> np.ndarray:
+  """Cuts `[blocks, 32, n]` into tiles of its columns, `[blocks, n / 32, 32, 32]`."""
+  return blocks.reshape(len(blocks), mxfp4.BLOCK_SIZE, -1, TILE).swapaxes(1, 2)
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _add_tiles(
+  function: Function,
+  count: jax.Array,
+  valid: jax.Array,
+  units: tuple[jax.Array, ...],
+  others: tuple[jax.Array, ...],
+  state: jax.Array | None,
+  sums: list[jax.Array],
+) -> list[jax.Array]:
+  """Adds what a hook makes of some tiles to the sums of the first `count` blocks.
+
+  `units` are `[UNITS, TILES, 32, 32]`, of which the first `valid` tiles count; `others`
+  are the same for every block, and `state` and `sums` are by block. Tiles are added one
+  after another, as a sum over all of them would.
+  """
+
+  def one(place: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+    told = [each[place] for each in units]
+    own = () if state is None else (state[place],)
+    made = function(*told, *others, *own)
+
+    def add(tile: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+      return [total + each[tile] for total, each in zip(totals, made, strict=True)]
+
+    totals = jax.lax.fori_loop(0, valid, add, [each[place] for each in sums])
+    pairs = zip(sums, totals, strict=True)
+    return [each.at[place].set(total) for each, total in pairs]
+
+  return jax.lax.fori_loop(0, count, one, sums)
 
 
 def _sums(
   function: Function,
-  blocks: jax.Array,
-  index: jax.Array,
-  step: jax.Array,
-  state: jax.Array,
-) -> jax.Array:
-  """Adds up a hook over the tiles of every block, one block at a time.
+  units: Sequence[np.ndarray],
+  shape: tuple[int, ...],
+  *,
+  outputs: int = 1,
+  index: np.ndarray | None = None,
+  step: Any = None,
+  state: np.ndarray | None = None,
+) -> list[np.ndarray]:
+  """Adds up a hook over the tiles of every block, `[blocks, 32, n]` each of `units`.
 
-  `blocks` is `[blocks, 32, n]`, `index` int32 `[n / 32]`; the result is like `state`.
+  It takes `UNITS` blocks and `TILES` tiles at once, so that it is compiled once for
+  linears of every shape. `index` is int32 `[n / 32]`. Returns its `outputs`, float64
+  `[blocks, *shape]`.
   """
-
-  def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
-    block, own = item
-    return function(_tiles(block), index, step, own)[0].sum(0)
-
-  return jax.lax.map(one, (blocks, state))
-
-
-@functools.partial(jax.jit, static_argnames="function")
-def _weight_sums(
-  function: Function, weight: jax.Array, step: jax.Array, state: jax.Array
-) -> jax.Array:
-  rows = jnp.arange(0, weight.shape[-1], TILE, dtype=jnp.int32)
-  return _sums(function, weight.astype(jnp.float64), rows, step, state)
-
-
-@functools.partial(jax.jit, static_argnames="function")
-def _table_sums(
-  function: Function, weight: jax.Array, decoded: jax.Array
-) -> list[jax.Array]:
-  def one(pair: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-    tables = function(*map(_tiles, pair))
-    return [table.sum(0).astype(jnp.float32) for table in tables]
-
-  return jax.lax.map(one, (weight, decoded))
+  tiles = [_tiles(each) for each in units]
+  blocks, columns = tiles[0].shape[:2]
+  # What fills up is the last one again: zeros might keep a hook's loop from ending.
+  at = lambda first, size, most: np.minimum(np.arange(first, first + size), most - 1)
+  parts = []
+  for first in range(0, blocks, UNITS):
+    places, count = at(first, UNITS, blocks), min(UNITS, blocks - first)
+    own = None if state is None else np.asarray(state)[places]
+    sums: Any = [np.zeros((UNITS, *shape)) for _ in range(outputs)]
+    for start in range(0, columns, TILES):
+      some, valid = at(start, TILES, columns), min(TILES, columns - start)
+      told = tuple(each[places[:, None], some] for each in tiles)
+      others = () if index is None else (index[some], step)
+      added = _add_tiles(
+        function, np.int32(count), np.int32(valid), told, others, own, sums
+      )
+      sums = execution.block_on_cpu(added)
+    parts.append([np.asarray(each)[:count] for each in sums])
+  return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
 
 def measured_tables(
@@ -116,29 +152,12 @@ def measured_tables(
     ContractError: A table is not finite, or the rows do not divide into tiles.
   """
   _require_tiles("weight rows", weight.shape[-1])
-  tables = execution.block_on_cpu(_table_sums(function, weight, decoded))
-  require_finite("tables", *map(np.asarray, tables))
-  return tables
-
-
-@dataclasses.dataclass(frozen=True)
-class _InputStep:
-  """Adds a calibration sequence's tiles to the sums of a pass."""
-
-  function: Function
-
-  def __call__(
-    self,
-    carry: jax.Array,
-    blocks: jax.Array,
-    index: jax.Array,
-    rules: mxfp4.Rules,
-    step: jax.Array,
-    state: jax.Array,
-  ) -> jax.Array:
-    del rules
-    tiles = jnp.full(blocks.shape[-1] // TILE, index, jnp.int32)
-    return carry + _sums(self.function, blocks, tiles, step, state)
+  operands = np.asarray(weight), np.asarray(decoded)
+  with spent_on(function):
+    sums = _sums(function, operands, (TILE, TILE), outputs=2)
+  tables = [each.astype(np.float32) for each in sums]
+  require_finite("tables", *tables)
+  return [jnp.asarray(each) for each in tables]
 
 
 class Reached(NamedTuple):
@@ -183,18 +202,45 @@ class Passes:
     eye = np.broadcast_to(np.eye(mxfp4.BLOCK_SIZE), (weight.shape[0], 32, 32))
     state = _first_state(len(eye))
     for step in map(jnp.int32, range(self.count)):
-      zeros = jnp.zeros(state.shape, jnp.float64)
-      of_inputs = inputs.reduce(_InputStep(self.measure_inputs), zeros, step, state)
+      with spent_on(self.measure_inputs):
+        of_inputs = self._of_inputs(inputs, step, state)
       state = self._solved(weight, step, of_inputs, eye, state)
     require_map("solve", state[:, 0])
     return jnp.asarray(state[:, 0])
+
+  def _of_inputs(self, inputs: LinearInputs, step: Any, state: np.ndarray) -> Any:
+    """Measures the inputs of a pass, sequence after sequence."""
+    total = np.zeros(state.shape)
+    for index in range(inputs.sequences):
+      blocks = np.asarray(inputs.sequence(index))
+      same = np.full(inputs.length // TILE, index, np.int32)
+      (sums,) = _sums(
+        self.measure_inputs,
+        [blocks],
+        state.shape[1:],
+        index=same,
+        step=step,
+        state=state,
+      )
+      total += sums
+    return jnp.asarray(total)
 
   def _solved(
     self, weight: jax.Array, step: Any, of_inputs: Any, curvature: Any, state: Any
   ) -> np.ndarray:
     """Measures weights and solves one pass, for all blocks that are given."""
-    measured = _weight_sums(self.measure_weights, weight, step, jnp.asarray(state))
-    of_weights = execution.block_on_cpu(measured)
+    wide = np.asarray(weight, np.float64)
+    rows = np.arange(0, wide.shape[-1], TILE, dtype=np.int32)
+    with spent_on(self.measure_weights):
+      (sums,) = _sums(
+        self.measure_weights,
+        [wide],
+        state.shape[1:],
+        index=rows,
+        step=step,
+        state=state,
+      )
+    of_weights = jnp.asarray(sums)
     steps = np.full(len(state), int(step), np.int32)
     told = self.told((of_inputs, of_weights))
     return map_units(self.solve, steps, *told, curvature, state)[0]
@@ -297,16 +343,17 @@ class LinearPasses:
     weights = () if inputs.token_weights is None else (inputs.token_weights,)
     for step in map(jnp.int32, range(self.count)):
       zeros = jnp.zeros(state.shape, jnp.float32)
-      measure = _LinearStep(self.measure)
-      sums = inputs.reduce(measure, zeros, step, state, *weights)
+      with spent_on(self.measure):
+        measure = _LinearStep(self.measure)
+        sums = inputs.reduce(measure, zeros, step, state, *weights)
       require_finite("measure_linear", np.asarray(sums))
       if self.is_shuffled:
         sums = neighbours_in_linear(sums)
-      state = execution.block_on_cpu(_solved_linear(self.solve, step, sums, state))
+      with spent_on(self.solve):
+        state = execution.block_on_cpu(_solved_linear(self.solve, step, sums, state))
       require_finite("solve_linear", np.asarray(state))
-    codes, exponent, value, is_legal = execution.block_on_cpu(
-      _encoded_rows(self.encode, weight, state)
-    )
+    with spent_on(self.encode):
+      codes, exponent, value, is_legal = encoded_linear(self.encode, weight, state)
     require_legal(is_legal, "encode_linear")
     return gptq.Reconstruction(codes, exponent, value)
 
@@ -328,6 +375,25 @@ def _solved_linear(
   function: Function, step: jax.Array, sums: jax.Array, state: jax.Array
 ) -> jax.Array:
   return function(step, sums, state)[0]
+
+
+def encoded_linear(
+  function: Function, weight: jax.Array, state: jax.Array
+) -> list[jax.Array]:
+  """Encodes whole rows of folded weights `[blocks, 32, rows]`, `ROWS` at once.
+
+  So an encoder is compiled once for each width, and not for each number of rows. Rows
+  are independent; where they are no multiple, the last one fills up. Returns codes,
+  exponents, values and legality as `_encoded_rows`.
+  """
+  rows = weight.shape[-1]
+  parts = []
+  for start in range(0, rows, ROWS):
+    places = np.minimum(np.arange(start, start + ROWS), rows - 1)
+    some = execution.block_on_cpu(jnp.asarray(np.asarray(weight)[..., places]))
+    parts.append(execution.block_on_cpu(_encoded_rows(function, some, state)))
+  together = [np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)]
+  return [jnp.asarray(each[..., :rows]) for each in together]
 
 
 @functools.partial(jax.jit, static_argnames="function")

@@ -484,3 +484,66 @@ def test_no_call_is_told_what_another_call_encoded(monkeypatch):
   assert outcomes[0] == outcomes[1] and outcomes[0].status == Status.OK
   # The float model runs once, the candidate for perplexity and divergence of each call.
   assert (runs.count(True), runs.count(False)) == (1, 4)
+
+
+MIXED = """
+def encode_linear(row, state):
+  carried = row @ state[0]
+  blocks = (row + 0.001 * carried).reshape(-1, 32)
+  exponent = jax.vmap(block_exponent)(blocks)
+  return jax.vmap(nearest_codes)(blocks, exponent).reshape(-1), exponent
+"""
+
+
+def test_an_encoder_of_rows_is_compiled_once_for_all_numbers_of_rows(float64):
+  encode = linear_passes(HEADER + candidate_source_of(MIXED)).encode
+  rng = np.random.default_rng(1)
+  weight = jnp.asarray(rng.normal(size=(2, 32, 300)), jnp.float32)
+  state = jnp.asarray(rng.normal(size=(2, 64, 64)), jnp.float32)
+  candidate_passes._encoded_rows.clear_cache()
+  made = {
+    rows: candidate_passes.encoded_linear(encode, weight[..., :rows], state)
+    for rows in (300, 128, 24)
+  }
+  assert candidate_passes._encoded_rows._cache_size() == 1
+  whole = candidate_passes._encoded_rows(encode, weight, state)
+  for rows, found in made.items():
+    for got, expected in zip(found, whole, strict=True):
+      np.testing.assert_array_equal(got, np.asarray(expected)[..., :rows])
+
+
+def candidate_source_of(code):
+  """The functions of the interface that a hook may call, and the hook."""
+  return candidate_source.with_functions(INTERFACE.header, code).replace(
+    "import jax\nimport jax.numpy as jnp\n", ""
+  )
+
+
+MEASURED = """
+def measure_weights(tile, index, step, state):
+  moment = tile @ tile.T * (1 + index) / 3
+  return jnp.zeros_like(state).at[0].set(moment + state[0]).at[1].set(2.0 * step)
+"""
+
+
+def test_a_measurement_is_compiled_once_and_adds_tiles_in_turn(float64):
+  get = hooks(HEADER + MEASURED)
+  function = get("measure_weights", batched=True)
+  rng = np.random.default_rng(2)
+  candidate_passes._add_tiles.clear_cache()
+  for blocks, rows in ((1, 32), (4, 160), (20, 64)):
+    weight = rng.normal(size=(blocks, 32, rows))
+    state = rng.normal(size=(blocks, 12, 32, 32))
+    index = np.arange(0, rows, 32, dtype=np.int32)
+    (sums,) = candidate_passes._sums(
+      function, [weight], (12, 32, 32), index=index, step=jnp.int32(1), state=state
+    )
+    expected = np.zeros_like(state)
+    for block in range(blocks):
+      for tile in range(rows // 32):
+        columns = weight[block][:, 32 * tile : 32 * tile + 32]
+        moment = columns @ columns.T * (1 + 32 * tile) / 3
+        expected[block, 0] += moment + state[block, 0]
+        expected[block, 1] += 2.0
+    np.testing.assert_allclose(sums, expected, rtol=1e-12, atol=1e-12)
+  assert candidate_passes._add_tiles._cache_size() == 1
