@@ -136,7 +136,9 @@ def _sums(
       added = _add_tiles(
         function, np.int32(count), np.int32(valid), told, others, own, sums
       )
-      sums = execution.block_on_cpu(added)
+      # As host arrays again: those of a hook are committed to a device, which would be
+      # another program.
+      sums = [np.asarray(each) for each in execution.block_on_cpu(added)]
     parts.append([np.asarray(each)[:count] for each in sums])
   return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
