@@ -64,7 +64,7 @@ QUICK_TO_COMPILE = (
   # JAX 0.11 no longer has it, and XLA ends a process that names an unknown flag.
   *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []),
 )
-"""Flags of XLA that compile a candidate in half of the processor time.
+"""Flags of XLA that compile a candidate in less processor time.
 
 Most programs of a candidate run a few times, so that compiling them is much of a call.
 Its hooks have the same bits with these and without; `benchmarks/discovery_evaluator.py`

@@ -178,3 +178,11 @@ def test_a_phase_has_what_the_phases_before_it_left(monkeypatch):
   answer = made.run(Call({}, {}, {})._asdict(), {})
   assert asked == [0.0, 5.0]
   assert answer["processor"] == {"compiling": 4.0, "hook": 6.0}
+
+
+def test_workers_have_one_thread_and_flags_of_a_quick_compiler():
+  given = supervisor._clean_environment()
+  assert given["NPROC"] == "1"
+  assert "codegen_split_count=1" in given["XLA_FLAGS"]
+  is_old = jax.__version_info__ < (0, 11)
+  assert ("use_fusion_emitters=false" in given["XLA_FLAGS"]) == is_old
