@@ -8,7 +8,6 @@ import contextlib
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,14 +33,15 @@ class Meter:
   def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
     """Starts to listen to what JAX compiles; `clock` returns processor seconds."""
     self._clock = clock
-    self._spent: Counter[str] = Counter()
+    self._spent: dict[str, float] = {}
     self._open: list[str] = []
     self._since, self._thread = 0.0, 0
     self._traced: float | None = None
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _charge(self, part: str, until: float) -> None:
-    self._spent[part] += max(until - self._since, 0.0)
+    before = self._spent.get(part, 0.0)
+    self._spent[part] = before + max(until - self._since, 0.0)
     self._since = max(until, self._since)
 
   def _listen(self, event: str, duration: float, **about: Any) -> None:
@@ -58,9 +58,9 @@ class Meter:
       self._traced = None
 
   @contextlib.contextmanager
-  def measured(self) -> Iterator[Counter[str]]:
+  def measured(self) -> Iterator[dict[str, float]]:
     """Measures what runs inside; yields the seconds by part, complete at the end."""
-    self._spent, self._thread = Counter(), threading.get_ident()
+    self._spent, self._thread = {}, threading.get_ident()
     self._since, self._traced = self._clock(), None
     spent = self._spent
     try:
