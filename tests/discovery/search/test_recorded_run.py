@@ -68,7 +68,7 @@ def replayed(name, recorded, tmp_path_factory):
   def outcome(executor, call):
     del call
     is_proxy = executor._task.phases == ("proxy",)
-    return (asked if is_proxy else told).pop(0)
+    return (asked if is_proxy else told).pop(0), {}
 
   names, request = {}, LlmProposer._request
   theirs = [e["condition"] for e in recorded if e.get("kind") == "probe"]
