@@ -25,6 +25,8 @@ REASONS: Mapping[str, str] = {
   "parent_equivalent": "it executes or comes out as its parent does",
   "within_margins": "it executes otherwise than its parent, and moved no observable by "
   "more than its margin",
+  "within_margin": "the focal account predicted a gain, and the target improved by "
+  "less than its margin, which neither shows nor refutes it",
   "contract_or_rollback": "a condition broke the contract, or the parent was not "
   "restored",
 }
@@ -103,6 +105,8 @@ OWING: Mapping[str, str] = {
   "abandoned": "given up after failed answers, by revisions of {}",
   "superseded": "replaced by the same demand of a later verdict, on revisions of {}",
   "resolved": "settled by a later verdict on its question, for revisions of {}",
+  "within_margin": "not demanded of revisions of {}",
+  "left": "dropped after answers about something else, by revisions of {}",
   "at_floor": "not demanded of revisions of {}",
 }
 """What became of a demand on the revisions of a program."""

@@ -41,6 +41,8 @@ class Record:
     exec_id: Identity of its primary execution.
     outputs: Digests of named outputs.
     parts: The observables part by part; see `Outcome`.
+    control_of: The program of the packet that it was a control or a probe of, or
+      nothing, if it was proposed itself.
     is_accepted: Whether later programs may revise it: not, where a task has a second
       model, if it is no improvement of both.
   """
@@ -56,6 +58,7 @@ class Record:
   outputs: Mapping[str, str]
   is_accepted: bool = True
   parts: Parts = dataclasses.field(default_factory=dict)
+  control_of: str = ""
 
   @property
   def full_call(self) -> Call:
@@ -131,6 +134,7 @@ class Experiment:
     answered: The demands that were checked on it, and why they count as met or not.
     dropped: Why its question is not in its packet, or nothing.
     asks: What its verdict asks of later programs, or why it asks nothing.
+    short: How far the target's change is within its margin, in words, or nothing.
   """
 
   program: str
@@ -156,6 +160,7 @@ class Experiment:
   answered: tuple[Answered, ...] = ()
   dropped: str = ""
   asks: str = ""
+  short: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +178,7 @@ class Demand:
     ran: The interventions of its controls that succeeded, or the computations of those
       that are programs.
     attempts: Responses that have failed their check so far.
+    left: Answers so far that were about something else.
     about: The observables in one of which a response must show.
     program: The program that the verdict is about.
   """
@@ -191,6 +197,7 @@ class Demand:
   attempts: int = 0
   about: tuple[str, ...] = ()
   program: str = ""
+  left: int = 0
 
   def same_question(self, other: "Demand") -> bool:
     """Returns whether two demands are about one intervention and one observable."""
@@ -391,7 +398,7 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   if evidence != "none":
     seen |= {"score", "feedback", "diff", "transfers"}
   if evidence in ("text", "reflect", "controls"):
-    seen |= {"note", "changes", "values"}
+    seen |= {"note", "changes", "values", "short"}
   if evidence == "controls":
     seen |= {"ran"}
   bare = Experiment("", "", "", "", "", {}, gain=False)

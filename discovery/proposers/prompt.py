@@ -263,7 +263,7 @@ def entry_text(experiment: Experiment, changes: Changes | None = None) -> str:
   moved = _changes(e.values, e.changes)
   parts = [
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
-    f"status {e.status}; {'gain' if e.gain else 'no gain'}",
+    f"status {e.status}; {'gain' if e.gain else e.short or 'no gain'}",
     "" if e.transfers is None else f"transfer {'' if e.transfers else 'not '}accepted",
     "" if e.score is None or e.values else f"score {e.score:.6g}",
     ", ".join(moved),

@@ -62,24 +62,19 @@ class ExecutableFrontier:
     address: tuple[int, int],
     holders: Iterable[str] = (),
     *,
-    revised: str = "",
     margin: float = 0.0,
   ) -> list[tuple[Record, str]]:
     """Returns candidates for revision with the reason, in the order to try them.
 
     Retained programs that owe a response come first, the best of them at the front;
-    then the champion, or in a quarter of the rounds another of the better half of the
-    retained programs; then the others, and all executed ones, best first. The program
-    `revised` last stays while the champion is not better by more than `margin`, and no
-    round turns to another that equals the champion by that margin.
+    then the head of the best line, or in a quarter of the rounds another of the better
+    half of the retained programs; then the others, and all executed ones, best first.
+    See `_head`; no round turns to another program that equals the champion by `margin`.
     """
+    executed = [*executed]
     owing = [record for record in self.records if record.id in {*holders}]
-    level = self.best.values[self._target] + margin
-    equals = [r for r in self.records if margin and r.values[self._target] <= level]
-    first, why = self.best, "it is the best program"
-    if stays := [r for r in equals if r.id == revised and r is not self.best]:
-      (first,) = stays
-      why = "it was revised last, and no program is better by more than the margin"
+    equals = self._equals(margin)
+    first, why = self._head(equals, executed, margin)
     if identity.draw(seed, *address, "champion") >= CHAMPION_SHARE:
       better = self.records[: max(1, (len(self.records) + 1) // 2)]
       better = [r for r in better if r is self.best or r not in equals]
@@ -98,6 +93,51 @@ class ExecutableFrontier:
     for record, reason in ordered:
       found.setdefault(record.id, (record, reason))
     return list(found.values())
+
+  def _equals(self, margin: float) -> list[Record]:
+    """Returns the retained programs that are as good as the best by a margin."""
+    level = self.best.values[self._target] + margin
+    return [r for r in self.records if margin and r.values[self._target] <= level]
+
+  def _head(
+    self, equals: Iterable[Record], executed: Iterable[Record], margin: float
+  ) -> tuple[Record, str]:
+    """Returns the newest program of the best line, and why, in words.
+
+    The margin says that no difference among `equals` counts, so which of them happens
+    to have the lowest value decides nothing: steps that are smaller than the margin
+    would be thrown away one by one. The best line is the best program, or that of which
+    it was a control if this is as good, and what descends from either and is as good.
+    """
+    best = self.best
+    written = [r for r in equals if r.id == best.control_of]
+    roots = {best.id, *(r.id for r in written)}
+    parents = {r.id: r.parent for r in (*executed, *self.records)}
+
+    def descends(record: Record) -> bool:
+      seen, program = set(), record.id
+      while program and program not in seen:
+        if program in roots:
+          return True
+        seen.add(program)
+        program = parents.get(program, "")
+      return False
+
+    line = [r for r in equals if descends(r)] or [best]
+    # Of a program and its control, the program; a control is shown nowhere whole.
+    ids = {r.id for r in line}
+    line = [r for r in line if r.control_of not in ids]
+    head = max(line, key=lambda r: r.call)
+    if head is best:
+      return best, "it is the best program"
+    by = head.values[self._target] - best.values[self._target]
+    told = f"{best.id[:8]} is better by {by:.3g} only, within the margin {margin:.3g}"
+    if written and head is written[0]:
+      return (
+        head,
+        f"it is the best program of those that were proposed: its control {told}",
+      )
+    return head, f"it is the newest that descends from the best program: {told}"
 
   def _ranked(self, records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=self.rank)
@@ -325,8 +365,12 @@ class ResidualFrontier:
 
     What is forbidden is owed by the parent of the packet and by its program.
     """
-    owing = [program for program, owed in self._demands.items() if packet in owed]
+    owing = self.owing(packet)
     return parent if parent in owing else "".join(owing[:1])
+
+  def owing(self, packet: str) -> list[str]:
+    """Returns the programs whose revisions owe what the verdict of a packet asks."""
+    return [program for program, owed in self._demands.items() if packet in owed]
 
   def standing(self, program: str, packet: str) -> Demand | None:
     """Returns the demand of a packet as it stands, or None if it was settled."""

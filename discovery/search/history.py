@@ -109,6 +109,7 @@ class History:
         implemented=_all_met(checks),
         transfers=attempt.transfers,
         values=outcome.values,
+        short=within_margin(self._task, changes.get(self._task.target)),
         ran=_ran(attempt),
         dropped=attempt.dropped,
         asks=asks,
@@ -189,6 +190,22 @@ class History:
     logged = read_events(self._store.path)
     marks = [event["call"] for event in logged if event["event"] == "mark"]
     return logged[-1]["event"] == "closed" and self._budget not in marks
+
+
+def within_margin(task: Task, change: float | None) -> str:
+  """Returns in words how far a change of the target is within its margin, or nothing.
+
+  It says by how much an improvement falls short of the margin.
+  """
+  target, margin = task.target, task.margins.get(task.target, 0.0)
+  if change is None or abs(change) > margin:
+    return ""
+  if change < 0:
+    return (
+      f"{target} is better by {-change:.3g}, which is {margin + change:.3g} short of "
+      f"its margin {margin:.3g}"
+    )
+  return f"{target} moved by {change:+.3g}, which is within its margin {margin:.3g}"
 
 
 def _all_met(checks: Mapping[str, Check]) -> bool | None:

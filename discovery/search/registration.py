@@ -106,7 +106,8 @@ class Attempt:
   controls that will not run. `transfers` is that of `Experiment`. `sources` holds the
   programs that conditions amount to, as far as they are known. `dropped` says why the
   question of the proposal is not in the packet, or nothing. `adopted` are conditions
-  that did better than the parent, as programs of their own.
+  that did better than the parent, as programs of their own. `due` is the demand that
+  the proposal was asked to meet.
   """
 
   proposal: Proposal
@@ -120,6 +121,7 @@ class Attempt:
   sources: dict[str, str] = dataclasses.field(default_factory=dict)
   dropped: str = ""
   adopted: list[Record] = dataclasses.field(default_factory=list)
+  due: Demand | None = None
 
   @property
   def is_safe(self) -> bool:
@@ -285,6 +287,7 @@ def freeze(
       break
   assert attempt is not None
   attempt.sources = sources
+  attempt.due = selection.due if config.checker != "none" else None
   if residual is not None and attempt.packet.residual is None:
     left, of_controls = max(ledger.left, 0), ledger.left_for("control")
     attempt.dropped = (

@@ -27,11 +27,15 @@ from mxjax.discovery.search import checkers, controls, registration, rivals, sco
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.frontier import ResidualFrontier
-from mxjax.discovery.search.history import History
+from mxjax.discovery.search.history import History, within_margin
 from mxjax.discovery.search.registration import Attempt
 
 NULL = "within_margins"
 """Reason of a verdict on an edit that executes differently and moves nothing."""
+SMALL = "within_margin"
+"""Reason of a verdict on a predicted gain that is smaller than the target's margin."""
+MAX_LEFT = 2
+"""Answers about something else after which a demand is dropped, which the log says."""
 MAX_ATTEMPTS = 2
 """Number of failed checks of a response after which the log says it is abandoned.
 
@@ -148,7 +152,9 @@ def resolve(
   """Compares the observations with the registered predictions.
 
   An edit that moves no observable beyond its margin has no effect, whatever accounts
-  had predicted: there is nothing that a control could tell apart. A focal account that
+  had predicted: there is nothing that a control could tell apart. A gain that the focal
+  account predicted and that is smaller than its margin is neither shown nor refuted.
+  Paper: "Inconclusive controls leave the residual open." A focal account that
   says nothing of the target, and is borne out in all that it says, is not refuted by
   another part's gain: its part moves the observable and not the target.
   """
@@ -165,7 +171,44 @@ def resolve(
   )
   if finding.reason == verdict.EQUIVALENT and not is_same:
     return dataclasses.replace(finding, reason=NULL)
+  if not is_same and _is_small(task, attempt, seen, finding):
+    return dataclasses.replace(finding, verdict=Verdict.UNRESOLVED, reason=SMALL)
   return finding
+
+
+def _is_small(
+  task: Task,
+  attempt: Attempt,
+  seen: Mapping[str, Mapping[str, Symbol]],
+  finding: Finding,
+) -> bool:
+  """Returns whether an account failed for no more than a gain within the margin."""
+  focal = attempt.packet.explanations[0]
+  return (
+    finding.verdict in (Verdict.UNRESOLVED, Verdict.NO_EFFECT)
+    and attempt.changes.get(task.target, 0.0) < 0
+    and focal.predicts(PRIMARY).get(task.target) == "down"
+    and seen.get(PRIMARY, {}).get(task.target) == "same"
+  )
+
+
+def owes_nothing(task: Task, attempt: Attempt, finding: Finding) -> tuple[str, str]:
+  """Returns why no later program owes a response to a verdict; or nothing.
+
+  The first of the two is the status that the log has for it. What a run could not tell
+  from its margin is not refuted, so it is neither forbidden nor to be explained; and
+  what is at its floor cannot be extended.
+  """
+  residual = attempt.packet.residual
+  assert residual is not None
+  if finding.reason in (NULL, SMALL):
+    change = attempt.changes.get(task.target, 0.0)
+    return SMALL, within_margin(task, change) or finding.reason
+  if finding.response == Response.EXTEND and (
+    detail := at_floor(task, residual.observable, attempt.outcome.values)
+  ):
+    return "at_floor", detail
+  return "", ""
 
 
 def _is_about_less(
@@ -401,13 +444,13 @@ def demand(
     finding.survivors,
     is_retained=is_retained if is_taken_back else bool(version),
   )
-  if finding.response == Response.EXTEND and (
-    detail := at_floor(task, packet.residual.observable, attempt.outcome.values)
-  ):
-    # Nobody could meet it: the question is answered as far as it can be.
+  status, detail = owes_nothing(task, attempt, finding)
+  if status:
     for holder in holders:
-      _tell(history, required, holder, "at_floor", detail)
-    move(residuals, history, packet.residual, "closed", packet.hash)
+      _tell(history, required, holder, status, detail)
+    if status == "at_floor":
+      # Nobody could meet it: the question is answered as far as it can be.
+      move(residuals, history, packet.residual, "closed", packet.hash)
     return
   if finding.verdict != Verdict.UNRESOLVED:
     _decided(residuals, history, required, (packet.parent, packet.program))
@@ -422,6 +465,39 @@ def demand(
     residuals.settle(holder, known)
     _tell(history, known, holder, "superseded")
     _owe(residuals, history, again, [holder], "owed")
+
+
+def leave(
+  residuals: ResidualFrontier,
+  history: History,
+  evaluator: CachedEvaluator,
+  attempt: Attempt,
+) -> None:
+  """Counts an answer that left the matter of the demand that it was asked to meet.
+
+  It did so if its question is about another observable or it has none; or, where the
+  same edit is to have a new control, if it is another edit. After `MAX_LEFT` such
+  answers the demand is dropped, which the log says, and the same is not asked again.
+  """
+  if (due := attempt.due) is None:
+    return
+  asked, own = attempt.proposal.residual, attempt.prepared.full_call
+  is_same = asked == due.residual.observable and (
+    not checkers.retests(due) or registration.carries(evaluator, own, due.intervention)
+  )
+  if is_same:
+    return
+  # What failed is owed by several programs, and given up on one of them at a time.
+  for holder in residuals.owing(due.packet):
+    standing = residuals.standing(holder, due.packet)
+    assert standing is not None
+    again = dataclasses.replace(standing, left=standing.left + 1)
+    if again.left < MAX_LEFT:
+      residuals.owe(holder, again)
+      continue
+    residuals.settle(holder, again, is_abandoned=True)
+    told = f"{again.left} answers were not about {due.residual.observable} as asked"
+    _tell(history, again, holder, "left", f"{told}; the last asked about {asked}")
 
 
 def at_floor(task: Task, observable: str, values: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ holds never changes a score.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax.discovery.core import identity, verdict
@@ -78,7 +78,6 @@ class Search:
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
     self._registered: set[str] = set()
-    self._revised = ""
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
@@ -206,9 +205,7 @@ class Search:
     for parent, why in self._parents(address):
       selection = self.select(address, parent, why)
       try:
-        proposal = self._ask(selection)
-        self._revised = parent.id
-        return selection, proposal
+        return selection, self._ask(selection)
       except ExhaustedError as error:
         if parent.id not in self._exhausted:
           self._exhausted.add(parent.id)
@@ -225,7 +222,6 @@ class Search:
       self._config.seed,
       address,
       self.residuals.holders if self._asks else (),
-      revised=self._revised,
       margin=self._task.margins.get(self._task.target, 0.0),
     )
     if self._config.revise_retired:
@@ -544,6 +540,7 @@ class Search:
       outputs=outcome.outputs,
       is_accepted=is_accepted,
       parts=outcome.parts,
+      control_of=packet.program if condition else "",
     )
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
@@ -641,6 +638,7 @@ class Search:
         is_met=checks[demand.packet].implemented,
         is_retained=is_retained,
       )
+    resolution.leave(self.residuals, self.history, self._evaluator, attempt)
     if finding is not None:
       resolution.demand(
         self.residuals,
@@ -649,14 +647,32 @@ class Search:
         finding,
         task=self._task,
         is_retained=is_retained,
-        version=min(versions, key=self.programs.rank).id if versions else "",
+        version=self._version(versions),
         compiles=self._config.compile_verdicts,
       )
+    self._tell_asks(attempt, finding, checks)
+
+  def _version(self, versions: Sequence[Record]) -> str:
+    """Returns the best of a candidate, which comes first, and its controls; or nothing.
+
+    A control within the margin of the candidate is no better than it.
+    """
+    if not versions:
+      return ""
+    best = min(versions, key=self.programs.rank)
+    target, first = self._task.target, versions[0]
+    level = best.values[target] + self._task.margins.get(target, 0.0)
+    return (best if first.control_of or first.values[target] > level else first).id
+
+  def _tell_asks(
+    self,
+    attempt: Attempt,
+    finding: verdict.Finding | None,
+    checks: dict[str, Check],
+  ) -> None:
+    """Adds a packet to the experiments, with what its verdict asks."""
     seen, asks = resolution.observed(self._task, attempt), ""
     if finding is not None and self._config.compile_verdicts:
-      asks = str(finding.response)
-      observable = attempt.packet.residual and attempt.packet.residual.observable
-      floor = resolution.at_floor(self._task, observable or "", attempt.outcome.values)
-      if finding.response == verdict.Response.EXTEND and floor:
-        asks = f"nothing: {floor}"
+      _, why = resolution.owes_nothing(self._task, attempt, finding)
+      asks = f"nothing: {why}" if why else str(finding.response)
     self.history.remember(attempt, finding, checks, seen, asks)

@@ -12,6 +12,7 @@ import pytest
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.residual import Control, Explanation, Residual
+from mxjax.discovery.proposers import prompt
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import registration
 from mxjax.discovery.tasks import world
@@ -176,12 +177,19 @@ def test_an_edit_that_moves_nothing_has_no_effect_whatever_was_predicted(conduct
     explanations=(said("one", "down"), said("two", "up")),
     controls=(WORKING,),
   )
-  running, events, _ = conduct(null)
+  running, events, contexts = conduct(null, proposal({}))
   (found,) = of(events, "verdict")
   assert (found["verdict"], found["reason"]) == ("no_effect", "within_margins")
-  assert found["response"] == "retire"
-  assert {e["response"] for e in of(events, "demand")} == {"retire"}
   assert running.ledger.spent == 2, "no control is worth a call"
+  # It is shown neither to act nor to do nothing: nothing is owed, and nothing banned.
+  (told,) = of(events, "demand")
+  assert (told["status"], told["program"]) == ("within_margin", contexts[0].parent.id)
+  change = contexts[1].history[-1].changes["loss"]
+  assert change > 0
+  shown = f"loss moved by {change:+.3g}, which is within its margin 0.004"
+  assert told["detail"] == shown
+  assert contexts[1].demands == ()
+  assert contexts[1].history[-1].asks == f"nothing: {told['detail']}"
 
 
 def first_body(made, site):
@@ -426,6 +434,85 @@ def test_where_no_account_is_left_a_new_one_is_demanded(conduct, is_new):
   assert asked["program"] == edited, "the search goes on from what gained"
 
 
+def small(*symbols):
+  """An edit whose gain is less than its margin, and two accounts of it."""
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "mediator")
+  accounts = tuple(
+    Explanation(n, "", {"primary": {"loss": symbol}, "dose": {"loss": fate}})
+    for n, symbol, fate in zip(("one", "two"), symbols, ("lost", "kept"), strict=True)
+  )
+  told = {"residual": f"excess_{A}", "explanations": accounts, "controls": (WORKING,)}
+  return proposal({A: operation(name, 0.02)}, declared=(A,), **told)
+
+
+@pytest.mark.parametrize("symbols", [("down", "down"), ("down", "up")])
+def test_a_gain_smaller_than_its_margin_owes_nothing_and_says_by_how_much(
+  conduct, symbols
+):
+  """Its accounts failed for the size of it alone, and so does none explain it."""
+  _, events, contexts = conduct(small(*symbols), proposal({}))
+  (found,) = of(events, "verdict")
+  assert (found["verdict"], found["reason"]) == ("unresolved", "within_margin")
+  (told,) = of(events, "demand")
+  outcomes = [e["values"]["loss"] for e in of(events, "outcome")]
+  change, margin = outcomes[1] - outcomes[0], world.MARGIN
+  assert -margin < change < 0
+  assert told["status"] == "within_margin"
+  assert told["detail"] == (
+    f"loss is better by {-change:.3g}, which is {margin + change:.3g} short of its "
+    f"margin {margin:.3g}"
+  )
+  assert contexts[1].demands == ()
+  assert contexts[1].history[-1].short == told["detail"]
+  shown = prompt.entry_text(contexts[1].history[-1])
+  assert f"status ok; {told['detail']}" in shown
+  assert f"asks nothing: {told['detail']}" in shown
+
+
+def test_a_demand_that_two_answers_left_for_something_else_is_dropped(conduct):
+  first, _, told = supported(A)
+  other = next(op for op, kind in TASK.truth[B].items() if kind == "harmful")
+  elsewhere = [
+    proposal({B: operation(other, amplitude)}, declared=(B,))
+    for amplitude in (0.1, 0.2, 0.3)
+  ]
+  running, events, contexts = conduct(first, *elsewhere, frontier=8)
+  demands = of(events, "demand")
+  # The first answer owes it too; what is given up on one of the two is on both.
+  assert [e["status"] for e in demands] == [
+    "owed",
+    *["failed"] * 2,
+    "abandoned",
+    "left",
+  ]
+  assert {demands[3]["program"], demands[4]["program"]} == {
+    e["program"] for e in demands[1:3]
+  }
+  assert demands[4]["detail"] == (
+    f"2 answers were not about excess_{A} as asked; the last asked about None"
+  )
+  assert [bool(c.demands) for c in contexts] == [False, True, True, False, False]
+  assert not running.residuals.holders
+
+
+def test_a_discriminator_is_left_by_another_edit_and_not_by_the_same(conduct):
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
+  told = {"residual": f"excess_{A}", "declared": (A,)}
+  asked = proposal({A: operation(name)}, explanations=TWO, controls=(BROKEN,), **told)
+  # Nothing can be said of a control that does not run, so no check ever fails.
+  other = [
+    proposal({A: operation(name, n)}, explanations=TWO, controls=(BROKEN,), **told)
+    for n in (0.4, 0.3, 0.2)
+  ]
+  _, events, _ = conduct(
+    asked, *other[:2], parents="initial", task=Breaking(seed=3), frontier=8
+  )
+  first = of(events, "packet")[1]["id"]
+  mine = [e["status"] for e in of(events, "demand") if e["packet"] == first]
+  assert checks(events, "add_discriminator") == [None, None]
+  assert mine == ["owed", "left"]
+
+
 # Retire and reject.
 
 
@@ -433,6 +520,16 @@ def inert():
   """An edit without effect on the loss, and its registered experiment."""
   name = next(op for op, kind in TASK.truth[A].items() if kind == "inert")
   return operation(name), card(A, name)
+
+
+def refuted():
+  """An edit without the gain that is predicted, and the experiment that shows it."""
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "harmful")
+  accounts = tuple(
+    Explanation(symbol, "", {"primary": {"loss": symbol}}) for symbol in ("down", "up")
+  )
+  told = {"residual": f"excess_{A}", "declared": (A,), "explanations": accounts}
+  return operation(name), told
 
 
 @pytest.mark.parametrize(
@@ -460,7 +557,7 @@ def inert():
   ],
 )
 def test_a_retired_intervention_comes_back_under_no_name(conduct, act, ended):
-  it, told = inert()
+  it, told = refuted()
   again = proposal({A: act.replace("{it}", it), B: "-x"}, label="again", declared=(B,))
   running, events, _ = conduct(
     proposal({A: it}, **told), again, parents="initial", frontier=8
@@ -479,7 +576,7 @@ def test_a_retired_intervention_comes_back_under_no_name(conduct, act, ended):
 
 
 def test_a_retained_program_must_lose_its_retired_intervention(conduct):
-  it, told = inert()
+  it, told = refuted()
   first = proposal({A: it}, **told)
   elsewhere = [
     proposal({B: f"-{n} * x"}, label=f"{n}", declared=(B,)) for n in range(9)

@@ -154,27 +154,82 @@ def test_owed_demands_choose_the_parent_and_the_best_holder_comes_first():
   assert "gone" not in {first((n, 0), "gone") for n in range(9)}
 
 
-def test_the_parent_stays_while_no_program_is_better_and_its_reason_is_told():
-  record = lambda program, loss: dataclasses.replace(
-    RECORD, id=program, exec_id=program, values={"loss": loss}
-  )
+def ranked(*rows):
+  """A frontier of programs, given as name, loss, call, parent and `control_of`."""
   programs = frontier.ExecutableFrontier("loss", 8)
-  kept = (record("a", 2.0), record("b", 2.003), record("c", 2.5), record("d", 3.0))
-  for each in kept:
-    programs.retain(each)
-  at = lambda n, **told: programs.parents([], 3, (n, 0), margin=0.004, **told)[0]
-  firsts = [at(n, revised="b") for n in range(40)]
-  assert {r.id for r, _ in firsts} == {"b"}, "a is no better, and no other is as good"
-  assert {why for _, why in firsts} == {
-    "it was revised last, and no program is better by more than the margin"
+  for program, loss, call, parent, control_of in rows:
+    programs.retain(
+      dataclasses.replace(
+        RECORD,
+        id=program,
+        exec_id=program,
+        values={"loss": loss},
+        call=call,
+        parent=parent,
+        control_of=control_of,
+      )
+    )
+  return programs
+
+
+def turns(programs, **told):
+  """The first parents of forty rounds, without those that revise another half."""
+  firsts = [programs.parents([], 3, (n, 0), margin=0.004, **told)[0] for n in range(40)]
+  return {(r.id, why) for r, why in firsts if "a round in four" not in why}
+
+
+def test_of_equal_programs_the_newest_that_descends_from_the_best_is_revised():
+  """A step smaller than the margin is built upon, and by noise no line is left."""
+  rows = [("a", 2.0, 1, "", ""), ("c", 2.5, 2, "a", ""), ("d", 3.0, 3, "c", "")]
+  assert turns(ranked(*rows)) == {("a", "it is the best program")}
+  rows.append(("b", 2.003, 4, "a", ""))
+  told = "it is the newest that descends from the best program: a is better by 0.003 "
+  told += "only, within the margin 0.004"
+  assert turns(ranked(*rows)) == {("b", told)}
+  # A smaller gain on it, and then an equal program of another line, which is newer.
+  rows += [("e", 1.999, 5, "b", ""), ("f", 2.001, 6, "c", "")]
+  assert turns(ranked(*rows)) == {("e", "it is the best program")}
+  rows.append(("g", 1.9, 7, "c", ""))
+  assert turns(ranked(*rows)) == {("g", "it is the best program")}
+  owed = ranked(*rows).parents([], 3, (0, 0), ["d"], margin=0.004)[0]
+  assert owed[1] == "it owes the response that is checked below"
+  assert ranked(*rows).parents([], 3, (0, 0))[0][1] == "it is the best program", (
+    "without a margin nothing is equal"
+  )
+
+
+def test_a_program_goes_before_its_control_that_is_better_by_noise():
+  rows = [("a", 2.5, 1, "", ""), ("b", 2.003, 2, "a", ""), ("k", 2.0, 3, "a", "b")]
+  told = "it is the best program of those that were proposed: its control k is better "
+  told += "by 0.003 only, within the margin 0.004"
+  assert turns(ranked(*rows)) == {("b", told)}
+  better = [*rows[:2], ("k", 1.9, 3, "a", "b")]
+  assert turns(ranked(*better)) == {("k", "it is the best program")}
+  # And a program before the control of a later one that is no better.
+  rows = [("a", 2.0, 1, "", ""), ("b", 2.002, 2, "a", ""), ("k", 2.001, 3, "a", "b")]
+  assert {program for program, _ in turns(ranked(*rows))} == {"b"}
+
+
+def test_what_is_demanded_goes_on_from_the_program_and_not_from_an_equal_control(
+  tmp_path,
+):
+  """The half that does nothing taken away: noise decides which of them is better."""
+  both = operation("mechanism") + operation("inert", B)
+  asked = {
+    **asking(),
+    "explanations": (
+      account("all", primary={"excess_attention": "down"}, w={"loss": "lost"}),
+      account("a", primary={"excess_attention": "down"}, w={"loss": "kept"}),
+    ),
+    "controls": (Control("w", {"kind": "program", "without": [B]}),),
   }
-  assert {at(n, revised="c")[0].id for n in range(40)} == {"a"}
-  assert {at(n)[1] for n in range(40)} == {"it is the best program"}
-  assert "owes the response" in at(0, holders=["d"])[1]
-  programs.retain(record("e", 1.9))
-  left = [at(n, revised="b") for n in range(40)]
-  assert {r.id for r, _ in left} == {"e", "a", "b"}
-  assert all("a round in four" in why for r, why in left if r.id != "e")
+  running, of, contexts = run(tmp_path, proposed(both, **asked), proposed(""))
+  program = of("packet")[1]["packet"]["program"]
+  (control,) = [e["program"] for e in of("program") if "origin" in e]
+  values = [running.record(each).values["loss"] for each in (program, control)]
+  assert 0 < values[0] - values[1] <= TASK.margins["loss"]
+  assert {e["program"] for e in of("demand") if e["status"] == "owed"} == {program}
+  assert contexts[1].parent.id == program
 
 
 RECORD = searching.RECORD
