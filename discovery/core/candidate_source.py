@@ -479,6 +479,48 @@ def diff(before: str, after: str, names: tuple[str, str] = ("", "")) -> str:
   return "\n".join(shown)
 
 
+def definitions(source: str) -> dict[str, str]:
+  """Returns the text of each function and constant of a source by name, without PLAN.
+
+  A source that does not parse has none.
+  """
+  try:
+    body = _parsed(source).body
+  except RejectedError:
+    return {}
+  lines = source.splitlines()
+  return {
+    name: "\n".join(lines[slice(*_span(node))])
+    for node in body
+    if (name := _name(node)) and name != "PLAN"
+  }
+
+
+def changed_definitions(before: str, after: str) -> dict[str, str]:
+  """Returns the functions and constants of a source that another one has not, whole.
+
+  They are by name, as written. Comments and layout make no difference.
+  """
+  bare = lambda text: ast.unparse(ast.parse(text))
+  known = {name: bare(text) for name, text in definitions(before).items()}
+  found = definitions(after).items()
+  return {name: text for name, text in found if known.get(name) != bare(text)}
+
+
+def users(source: str, names: Iterable[str], interface: Interface) -> tuple[str, ...]:
+  """Returns the hooks of a source that name one of these functions or constants.
+
+  They may do so through others of the module. A hook that the source leaves out has its
+  default. The order is that of the interface.
+  """
+  texts = {hook.name: hook.default for hook in interface.hooks} | definitions(source)
+  used = {name: _names(ast.parse(text)) for name, text in texts.items()}
+  reached = {*names}
+  while more := {n for n, named in used.items() if named & reached} - reached:
+    reached |= more
+  return tuple(name for name in interface.names if name in reached)
+
+
 HUNK = re.compile(r"@@ -(?P<old>\d+)(?:,\d+)? \+(?P<new>\d+)(?:,(?P<count>\d+))? @@")
 """The head of a change in a unified difference."""
 TOP = re.compile(r"(?:def )?([A-Za-z_]\w*)")

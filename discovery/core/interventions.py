@@ -67,6 +67,7 @@ class Intervention:
 
   Attributes:
     doc: What it changes.
+    tells: Which accounts it tells apart, for prompts.
     example: A whole intervention of this kind, which the task can execute.
     values: Its values beside `kind`, by name.
     of_parent: Whether the evaluator is told the parent's program as well; the proposer
@@ -80,6 +81,7 @@ class Intervention:
   values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
   of_parent: bool = False
   elsewhere: bool = False
+  tells: str = ""
 
 
 Interventions = Mapping[str, Intervention]
@@ -94,6 +96,9 @@ def program(interface: Interface) -> Intervention:
     "PLAN keys that are the parent's again; or `code` holds whole functions that "
     "replace those of the same name, and `plan` values of PLAN. It is charged like any "
     "control, and kept as a program of its own if it does better",
+    tells="of an edit of two parts, whether one of them carries the gain: an ablation "
+    "by `without`, lost if it does and kept if the other does alone; of a choice, a "
+    "constant or a rule, whether it has to be this one: `code` or `plan` with another",
     example={"kind": PROGRAM, "without": [hook.name]},
     values={
       "without": Value(

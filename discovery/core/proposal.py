@@ -90,6 +90,22 @@ class Answered(NamedTuple):
   detail: str
 
 
+class Winner(NamedTuple):
+  """A control that did better than the edit it was taken from, as a program.
+
+  Attributes:
+    program: The identity of its source.
+    condition: Its name.
+    code: Its functions and constants that the edit's program has not, whole, by name.
+    plan: Its values of PLAN that differ from those of the edit's program.
+  """
+
+  program: str
+  condition: str
+  code: Mapping[str, str]
+  plan: Mapping[str, Any]
+
+
 class Step(NamedTuple):
   """One program of a lineage: the edit that made it, and its target."""
 
@@ -101,12 +117,17 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-  """What is left of a run; None where there is no limit."""
+  """What is left of a run; None where there is no limit.
+
+  `is_single` tells that the program alone is measured: controls of its question do not
+  run, and nothing follows.
+  """
 
   calls_left: int
   calls: int
   tokens_left: int | None = None
   dollars_left: float | None = None
+  is_single: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +145,8 @@ class Experiment:
     score: The measured target, or None.
     feedback: What execution said: an error, or why the proposal was refused.
     diff: Unified difference from the parent's source.
+    code: Its functions and constants that the parent has not, whole, by name.
+    winner: The control that had the lowest target, if that is lower than its own.
     explanations: The registered accounts with their predictions, the focal one first.
     observed: Symbols of every condition that ran, by condition and observable.
     excluded: Excluded accounts, each with the condition that contradicts it.
@@ -161,6 +184,8 @@ class Experiment:
   dropped: str = ""
   asks: str = ""
   short: str = ""
+  code: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  winner: Winner | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,11 +421,11 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
     return experiment
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
-    seen |= {"score", "feedback", "diff", "transfers"}
+    seen |= {"score", "feedback", "diff", "code", "transfers"}
   if evidence in ("text", "reflect", "controls"):
     seen |= {"note", "changes", "values", "short"}
   if evidence == "controls":
-    seen |= {"ran"}
+    seen |= {"ran", "winner"}
   bare = Experiment("", "", "", "", "", {}, gain=False)
   shown = {name: getattr(experiment, name) for name in seen}
   accounts = [account for account in experiment.explanations if not account.rival]

@@ -12,7 +12,9 @@ from mxjax.discovery.core.candidate_source import (
   MAX_BYTES,
   RejectedError,
   admit,
+  changed_definitions,
   merged,
+  users,
 )
 from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.proposal import Context, OutageError, Proposal
@@ -151,18 +153,36 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
     is_again = parent is not None and parent != base
     is_bare = not (self.source or self.code or self.plan)
     source = base if is_again and is_bare else self.merged(base, interface)
-    mine, before = admit(source, interface), admit(parent or base, interface)
-    changed = [
-      name
-      for name in dict.fromkeys((*interface.names, *interface.plan))
-      if mine.hooks.get(name) != before.hooks.get(name)
-      or mine.plan.get(name) != before.plan.get(name)
-    ]
     values = self.model_dump(
       include={"note", "residual", "explanations", "controls", "declared"}
     )
     values |= {"source": source, "label": self.label or "an edit", "usage": usage}
-    return Proposal.from_dict({**values, "declared": self.declared or changed})
+    declared = self._declared(source, parent or base, interface)
+    return Proposal.from_dict({**values, "declared": declared})
+
+  def _declared(self, source: str, parent: str, interface: Interface) -> list[str]:
+    """Returns the hooks and PLAN keys that the answer declares, or that differ.
+
+    A helper stands for the hooks that call it, because what executes is hooks.
+    """
+    mine, before = admit(source, interface), admit(parent, interface)
+    known = dict.fromkeys((*interface.names, *interface.plan))
+    if self.declared:
+      hooks = [
+        name if name in known else users(source, (name,), interface) or name
+        for name in self.declared
+      ]
+      flat = [[each] if isinstance(each, str) else each for each in hooks]
+      return [*dict.fromkeys(name for names in flat for name in names)]
+    edited = {*changed_definitions(parent, source)} - {*interface.names}
+    by_helper = users(source, edited, interface) if edited else ()
+    return [
+      name
+      for name in known
+      if mine.hooks.get(name) != before.hooks.get(name)
+      or mine.plan.get(name) != before.plan.get(name)
+      or name in by_helper
+    ]
 
 
 def _bare(values: Any) -> Any:

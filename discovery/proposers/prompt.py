@@ -26,6 +26,7 @@ from mxjax.discovery.core.proposal import (
   Demand,
   Evidence,
   Experiment,
+  Winner,
 )
 from mxjax.discovery.core.residual import OTHER_TEXT, Residual
 from mxjax.discovery.core.task import Task
@@ -131,6 +132,8 @@ def _measured(values: Mapping[str, float]) -> str:
 
 NEW = re.compile(r"\+(?:def )?([A-Za-z_]\w*).*")
 """A line of a difference that begins a function or a constant."""
+WHOLE = 2
+"""Edits, the last that ran, whose functions are shown whole."""
 LONG = 3
 """Lines of a change up to which it is shown again rather than referred to."""
 
@@ -194,17 +197,29 @@ class Changes:
 
   Of a program that the parent or the champion descends from, what it edited is named:
   the change itself is in a program above. A function that stands in the parent's, or in
-  the change of an earlier entry, is referred to.
+  the change of an earlier entry, is referred to. The functions that the last `WHOLE`
+  edits changed are shown whole, and so is what the last control that did better than
+  its edit has in their place: a model that is to send an edit again must know it.
   """
 
   def __init__(self, context: Context | None = None) -> None:
     """Starts with nothing shown but the parent's program, or not even that."""
     self._seen: dict[str, str] = {}
+    self._bodies: dict[str, str] = {}
     self._contained: set[str] = set()
     self._above, self._last = "", ()
+    self._whole: set[tuple[str, str]] = set()
+    self._won: tuple[str, str] | None = None
     if context is None:
       return
     self._above = context.parent.source
+    ran = [e for e in context.history if e.status == "ok" and e.diff]
+    # By names: what is merged with its likes is another object.
+    self._whole = {(e.program, e.parent) for e in ran[-WHOLE:]}
+    won = [e for e in context.history if e.winner is not None]
+    shown = (context.parent.id, context.champion.id)
+    if won and won[-1].winner and won[-1].winner.program not in shown:
+      self._won = won[-1].program, won[-1].parent
     records = (context.parent, context.champion, *context.donors)
     parents = {record.id: record.parent for record in records}
     for entry in context.history:
@@ -226,16 +241,45 @@ class Changes:
 
   def text(self, experiment: Experiment) -> str:
     """Returns what an experiment's program changed, and remembers that it was shown."""
-    if not experiment.diff:
-      return ""
+    told = [self._edit(experiment)] if experiment.diff else []
+    is_won = (experiment.program, experiment.parent) == self._won
+    if is_won and (won := experiment.winner) is not None:
+      head = f"  {won.condition} did better; it is this program"
+      plan = ", ".join(f"{key} {value!r}" for key, value in won.plan.items())
+      told += [f"{head} with PLAN {plan}" if plan else head, *self._functions(won)]
+    return "\n".join(told)
+
+  def _edit(self, experiment: Experiment) -> str:
+    is_whole = (experiment.program, experiment.parent) in self._whole
     if self.contains(experiment):
-      return f"  changed {', '.join(edited(experiment.diff))}: see the programs above"
-    return "\n".join(
+      told = f"  changed {', '.join(edited(experiment.diff))}: see the programs above"
+      # What a later edit changed again is in none of them.
+      is_gone = is_whole and experiment.program not in self._last
+      return "\n".join([told, *(self._functions(experiment) if is_gone else [])])
+    hunks = [
       self._hunk(name, lines, experiment.program)
       for name, lines in _hunks(experiment.diff)
-    )
+      if not (is_whole and name in experiment.code)
+    ]
+    return "\n".join([*hunks, *(self._functions(experiment) if is_whole else [])])
+
+  def _functions(self, shown: Experiment | Winner) -> list[str]:
+    """Returns the functions of an edit whole, unless they were shown before."""
+    lines = []
+    for name, text in shown.code.items():
+      if text in self._above:
+        lines.append(f"@@ {name}: as in the program above")
+      elif (first := self._bodies.setdefault(text, shown.program)) != shown.program:
+        lines.append(f"@@ {name}: as in {first[:8]}")
+      else:
+        # As a change, so that a later one that is the same refers to it.
+        self._seen.setdefault("\n".join(f"+{li}" for li in text.splitlines()), first)
+        lines.append(f"@@ {name}, whole\n{text}")
+    return lines
 
   def _hunk(self, name: str, lines: Sequence[str], program: str) -> str:
+    if all(line[:1] == "+" for line in lines):
+      self._bodies.setdefault("\n".join(line[1:] for line in lines), program)
     head, text = f"@@ {name}".rstrip(), "\n".join(lines)
     if name == "PLAN" and (keys := _plan_change(lines)) is not None:
       shown = [f"{key} {old!r} to {new!r}" for key, (old, new) in keys.items()]
@@ -398,7 +442,9 @@ Answer with one JSON object. Text around it is passed over.
   and the rest of the program stays. Instead of "code" you may put them into one
   ```python fence after the object, unescaped. "plan": the values of PLAN that you
   change, such as {plan}. Or, instead of both, "source": the whole module.
-- "declared": the hooks and PLAN keys that you change; left out, those that differ.
+- "declared": the hooks and PLAN keys that you change. Where you change a helper or a
+  constant alone, write its name, which stands for every hook that uses it, or the names
+  of those hooks that are to answer a demand. Left out, it is all that differs.
 - "finished": true, with a "note" that says why and without "code", "plan" and "source",
   where you judge that no edit that you can think of would lower the target by more than
   its margin. It ends the run, and calls that are left are not spent."""
@@ -408,9 +454,11 @@ ASKING = """
   answer again. At most twice a proposal."""
 QUESTION = """
 - "residual": the observable that the edit is about, one of those that are listed below
-  as open to a question. A program is put to the test with the accounts of why it should
-  help: null is for rounds in which nothing is open, or in which fewer than {least}
-  calls are left.
+  as open to a question. An observable is open to a question while it is above its
+  threshold on the parent and no verdict has settled it, and while a demand is about it.
+  A program is put to the test with the accounts of why it should help: null is for
+  rounds in which nothing is open to a question, or in which fewer than {least} calls
+  are left.
 - "explanations": two accounts or more of why it should help, yours first; each has
   "name", "statement" and "predictions", as in
   {{"primary": {{"{target}": "down"}}, "c": {{"{target}": "lost"}}}}: condition,
@@ -440,6 +488,11 @@ Rules of a question:
    asks lost or kept, and gone only where nothing else may carry a share.{again}
    The two kinds of symbol are not compared with each other, and `primary` takes down,
    same and up only.
+   An edit of two parts is asked by an ablation: a control of kind `program` that takes
+   one part away, under which the account that credits this part predicts lost and the
+   account that credits the other alone predicts kept. Choose a control by what your
+   accounts disagree on, as said beside each kind: it tells them apart only if what it
+   takes away is what one of them needs and the other does not.
 2. Accounts should agree about `primary`, or else the run alone decides and no control
    is worth a call; a question is sent back if every other account denies what yours
    predicts there. Every pair must differ, in the same observable, under some control
@@ -462,13 +515,15 @@ BINDING = """
 5. The verdict asks something of the next programs: supported - extend it; target_only
    (a gain for another reason) - change the account, to a new one or one that is left;
    mediator_only (the observable, not the target) - carry it to the target; no_effect
-   (also where nothing moves beyond its margin) - leave it out; unresolved - a control
+   - leave it out; unresolved - a control
    that tells the rest apart; unsafe - do not repeat it. An observable that is at its
    floor is not to be extended.
 6. A response counts if it moves the observable that the demand is about by more than
    its margin; an edit that moves nothing meets nothing. The question of the same answer
-   may be about any residual that is open. Nothing has to reach the threshold of a
-   residual: below it the question is closed, and that is all."""
+   may be about any observable that is open to one. Nothing has to reach a threshold:
+   below it the question is closed, and that is all. A change within its margin owes
+   nothing: an edit that gains a little stays, and you go on from it. A demand that two
+   answers leave for something else is dropped."""
 """Rules of a question for arms whose verdicts bind later programs."""
 ANOTHER_PART = (
   "`another part of the edit` (1 call), where the edit changes hooks that your "
@@ -555,6 +610,8 @@ def _interventions_text(task: Task) -> str:
   lines = []
   for each in interventions.of_task(task.interface, task.interventions).values():
     told = [json.dumps(each.example) + " " + each.doc]
+    if each.tells:
+      told.append(f"it tells {each.tells}")
     for name, value in each.values.items():
       form = known.get(value.one_of, value.form)
       form = f"a list of {form}" if value.several and value.one_of in known else form
@@ -661,6 +718,11 @@ def _grid(parts: Mapping[str, float]) -> str:
 def _budget_text(context: Context) -> str:
   if (left := context.budget) is None:
     return ""
+  if left.is_single:
+    told = f"{left.calls_left} evaluator call is left, for your program as it is."
+    if context.evidence in WITH_QUESTIONS:
+      told += " A question is asked all the same, and no control of it will run."
+    return told
   told = f"{left.calls_left} of {left.calls} evaluator calls are left"
   if left.tokens_left is not None:
     told += f", {left.tokens_left} of your tokens"
@@ -805,6 +867,23 @@ def _residual_text(residual: Residual, context: Context) -> str:
   )
 
 
+def _open_text(owed: Sequence[Demand], context: Context) -> str:
+  """Lists what a question may be about: what a demand is about, and what is open."""
+  open_ = {residual.observable: residual for residual in context.residuals}
+  due = dict.fromkeys(demand.residual.observable for demand in owed)
+  lines = []
+  for name in dict.fromkeys((*due, *open_)):
+    told = f"- {name}"
+    if name in context.parent.values:
+      told += f" = {context.parent.values[name]:.4g}"
+    if name in open_:
+      told = f"- {_residual_text(open_[name], context)}"
+    lines.append(f"{told}; a demand is about it" if name in due else told)
+  if not lines:
+    return 'Nothing is open to a question now: leave "residual" null.'
+  return "\n".join(['Open to a question now, as "residual":', *lines])
+
+
 def _lineage_text(context: Context, interface: Interface) -> list[str]:
   """Returns the way to the champion and the other retained programs, a line each."""
   target, best = context.target, context.champion
@@ -868,15 +947,7 @@ def memory(
     texts += [_owed_later(demand, context) for demand in owed[1:]]
     if context.focus is not None and context.checked is None:
       texts.append(f"This round is about {_residual_text(context.focus, context)}.")
-    questions = [f"- {_residual_text(r, context)}" for r in context.residuals]
-    texts.append("\n".join(["Open residuals:", *(questions or ["none"])]))
-    due = [d.residual.observable for d in demands if not d.forbids]
-    known = dict.fromkeys((*due, *(r.observable for r in context.residuals)))
-    texts.append(
-      f'Open to a question now, as "residual": {", ".join(known)}.'
-      if known
-      else 'Nothing is open to a question now: leave "residual" null.'
-    )
+    texts.append(_open_text(owed, context))
     add(texts, "demands and residuals", left)
   stagnation = f"Experiments since the best program improved: {context.stagnation}"
   add([stagnation, *_lineage_text(context, interface)], "programs", left)

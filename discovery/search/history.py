@@ -13,6 +13,7 @@ from mxjax.discovery.core.proposal import (
   Proposal,
   Ran,
   Record,
+  Winner,
 )
 from mxjax.discovery.core.residual import Explanation, Symbol
 from mxjax.discovery.core.store import Store, read_events
@@ -100,6 +101,10 @@ class History:
         score=outcome.values.get(self._task.target),
         feedback=outcome.detail,
         diff=candidate_source.diff(attempt.parent.source, attempt.prepared.source),
+        code=candidate_source.changed_definitions(
+          attempt.parent.source, attempt.prepared.source
+        ),
+        winner=_winner(attempt, self._task),
         verdict=finding.verdict if finding else "",
         reason=finding.reason if finding else "",
         explanations=accounts,
@@ -190,6 +195,28 @@ class History:
     logged = read_events(self._store.path)
     marks = [event["call"] for event in logged if event["event"] == "mark"]
     return logged[-1]["event"] == "closed" and self._budget not in marks
+
+
+def _winner(attempt: Attempt, task: Task) -> Winner | None:
+  """Returns the best control that is a program, if it did better than the edit."""
+  target, own = task.target, attempt.outcome.values.get(task.target)
+  found = [
+    (outcome.values[target], name)
+    for name, outcome in attempt.outcomes.items()
+    if attempt.sources.get(name) and target in outcome.values
+  ]
+  if not found or own is None or min(found)[0] >= own:
+    return None
+  _, condition = min(found)
+  mine, source = attempt.prepared.source, attempt.sources[condition]
+  before = attempt.prepared.full_call.plan
+  plan = attempt.condition(condition).call.plan
+  return Winner(
+    candidate_source.CandidateSource(source, {}, {}).id,
+    condition,
+    candidate_source.changed_definitions(mine, source),
+    {key: value for key, value in plan.items() if value != before.get(key)},
+  )
 
 
 def within_margin(task: Task, change: float | None) -> str:

@@ -33,6 +33,7 @@ from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.proposal import (
+  Budget,
   Context,
   Demand,
   Experiment,
@@ -56,7 +57,10 @@ from mxjax.discovery.studies import verdict_replay
 
 CONDITIONS: tuple[str, ...] = ("free", "bound", "shuffled", "text")
 CALLS_LEFT = 12
-"""Calls that a replayed state is reviewed with, so that a question always fits."""
+"""Calls that a replayed state is reviewed with, so that a question always fits.
+
+A successor has one call: every condition is told so.
+"""
 OF_QUESTIONS = ("question", "resolved")
 """How refusals of a question ended, of which plain text knows nothing."""
 Tell = Callable[[str], Any]
@@ -232,7 +236,7 @@ def _transition(
     repeated=None,
     focus=None,
     compiles=False,
-    budget=None,
+    budget=Budget(calls_left=1, calls=1, is_single=True),
     overspends=lambda usage: False,
     # Nor are refusals told that verdicts had bound the run to.
     history=tuple(_unbound(e) for e in context.history if e.status not in FORBIDDING),

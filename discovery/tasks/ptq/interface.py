@@ -484,7 +484,7 @@ OBSERVABLES: Mapping[str, str] = {
 }
 
 EXAMPLE: Mapping[str, Any] = {
-  "label": "the larger of two exponents where it costs less",
+  "label": "the larger of two exponents where it costs less, for both operands",
   "note": "The floor rule clips magnitudes above 6 times the scale; one exponent more "
   "keeps them, on a coarser grid.",
   "code": """def decoded(codes, exponent):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.proposal import (
   Answered,
   Context,
@@ -12,6 +13,7 @@ from mxjax.discovery.core.proposal import (
   Ran,
   Record,
   Step,
+  Winner,
   strip,
 )
 from mxjax.discovery.core.residual import Explanation, Residual
@@ -141,7 +143,7 @@ def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
     "Best program champion, loss 2.5:\n# the champion's source",
     "Also retained: donor loss 2.75",
     "since the best program improved: 7",
-    "Open residuals:\n- excess_mlp = 0.9",
+    'Open to a question now, as "residual":\n- excess_mlp = 0.9',
     "extend the supported edit or compose",
     "the edit was of mlp",
   ):
@@ -342,6 +344,70 @@ def test_a_function_of_two_programs_is_shown_once():
   assert "@@ search: added, as in the program above" in told(
     context(history=(one,), parent=parent)
   )
+
+
+def edit_of(program, parent, before, after, **changes):
+  """An experiment that made one source of another."""
+  return dataclasses.replace(
+    PACKET,
+    program=program,
+    parent=parent,
+    diff=candidate_source.diff(before, after),
+    code=candidate_source.changed_definitions(before, after),
+    **changes,
+  )
+
+
+def search(value):
+  lines = [f"  x = x + {i}\n" for i in range(9)]
+  return f"def search(x):\n{''.join(lines)}  return {value}\n"
+
+
+def test_the_functions_of_the_last_two_edits_are_shown_whole_and_once():
+  """A change of one line says nothing of the rest, which an answer must send whole."""
+  sources = {k: f"{search(k)}\n\ndef other(x):\n  return {k}\n" for k in "abcd"}
+  steps = [edit_of(k, "p", f"{SOURCE}{sources['a']}", sources[k]) for k in "bcd"]
+  shown = told(context(history=steps))
+  assert "@@ search\n-  return a\n+  return b" in shown, "older ones by what differs"
+  for key in "cd":
+    assert shown.count(search(key).strip()) == 1
+    assert f"+  return {key}" not in shown
+  again = edit_of("e", "q", f"{SOURCE}{sources['a']}", sources["d"])
+  shown = told(context(history=[*steps, again]))
+  assert shown.count(search("d").strip()) == 1
+  assert "@@ search: as in d" in shown
+  parent = record("p", source=f"{SOURCE}\n\n{search('d')}")
+  shown = told(context(history=steps, parent=parent))
+  assert shown.count(search("d").strip()) == 1
+  assert "@@ search: as in the program above" in shown
+
+
+def test_what_a_later_edit_changed_again_is_shown_of_the_edit_before_it():
+  one, two = f"{SOURCE}{search('b')}", f"{SOURCE}{search('c')}"
+  first = edit_of("older", "start", f"{SOURCE}{search('a')}", one)
+  last = edit_of("p", "older", one, two)
+  parent = dataclasses.replace(record("p", source=two), parent="older")
+  shown = told(context(history=(first, last), parent=parent))
+  assert shown.count(search("b").strip()) == shown.count(search("c").strip()) == 1
+
+
+def test_the_control_that_did_better_is_shown_whole_where_no_program_shows_it():
+  won = Winner("k", "w", {"search": search("w").strip()}, {"remeasure": True})
+  first = dataclasses.replace(
+    PACKET, winner=Winner("old", "v", {"search": search("v").strip()}, {})
+  )
+  last = dataclasses.replace(PACKET, program="program2", winner=won)
+  shown = told(context(history=(first, last)))
+  head = (
+    "  w did better; it is this program with PLAN remeasure True\n@@ search, whole\n"
+  )
+  assert f"{head}{search('w')}".strip() in shown
+  assert search("v").strip() not in shown
+  champion = record("k", 2.5, f"{SOURCE}\n\n{search('w')}")
+  shown = told(context(history=(first, last), champion=champion))
+  assert "w did better" not in shown
+  assert strip(last, "reflect").winner is None
+  assert strip(last, "controls").winner == won
 
 
 def test_a_change_of_the_plan_is_told_by_its_keys():

@@ -148,8 +148,25 @@ def test_what_may_be_asked_about_is_listed():
   first = told_.demand(about=("excess_mlp",))
   other = Residual("p", "excess_balance", 0.9, 0.5)
   shown = text(task, demands=(first,), checked=first, residuals=(other,))
-  assert 'Open to a question now, as "residual": excess_mlp, excess_balance.' in shown
+  listed = shown.partition('Open to a question now, as "residual":\n')[2]
+  assert listed.partition("\n\n")[0].splitlines() == [
+    "- excess_mlp = 0.5; a demand is about it",
+    "- excess_balance = 0.9 (open above 0.5; seen to be moved by nothing yet)",
+  ]
   assert 'leave "residual" null' in text(task, residuals=())
+
+
+def test_what_is_open_to_a_question_is_defined_once_and_listed_once():
+  """A list of open residuals that is empty must not stand beside one that is not."""
+  task = world.World(seed=3)
+  first = told_.demand(about=("excess_mlp",))
+  for demands, residuals in (((first,), ()), ((), ()), ((first,), (told_.RESIDUAL,))):
+    shown = text(task, demands=demands, checked=first, residuals=residuals)
+    rule = "An observable is open to a question while it is above its threshold on"
+    assert " ".join(shown.split()).count(rule) == 1
+    assert "Open residuals" not in shown
+    assert shown.count("pen to a question now") == 1
+    assert shown.count("\n- excess_mlp = ") == bool(demands)
 
 
 def test_edits_of_several_parts_credit_none_of_them():
@@ -271,7 +288,8 @@ def test_a_repair_may_bring_a_new_account_and_ask_about_another_residual(task):
   one = told_.demand(Response.REPAIR_EXPLANATION)
   shown = " ".join(text(task, demands=(one,), checked=one).split())
   assert "one that it left standing, or a new one" in shown
-  assert "question of the same answer may be about any residual that is open" in shown
+  told = "question of the same answer may be about any observable that is open to one"
+  assert told in shown
 
 
 def test_the_contract_names_format_scales_and_blocks():
@@ -287,6 +305,35 @@ def test_what_is_left_is_told_exactly_and_only_where_there_is_a_limit():
   assert "18 of 30 evaluator calls are left." in text(task, budget=budget)
   metered = dataclasses.replace(budget, tokens_left=1200, dollars_left=1.5)
   assert "left, 1200 of your tokens, 1.50 dollars." in text(task, budget=metered)
+
+
+def test_a_single_successor_is_told_its_one_call_and_what_becomes_of_its_question():
+  task = world.World(seed=3)
+  budget = Budget(calls_left=1, calls=1, is_single=True)
+  told = "1 evaluator call is left, for your program as it is."
+  asked = "A question is asked all the same, and no control of it will run."
+  assert f"{told} {asked}" in text(task, budget=budget)
+  plain = text(task, "text", budget=budget)
+  assert told in plain and asked not in plain
+
+
+def test_an_edit_of_two_parts_is_asked_by_an_ablation(task):
+  shown = " ".join(text(task).split())
+  assert "An edit of two parts is asked by an ablation: a control of kind" in shown
+  known = interventions.of_task(task.interface, task.interventions)
+  assert known["program"].tells
+  for form in known.values():
+    assert (f"; it tells {form.tells}; " in shown) == bool(form.tells)
+
+
+def test_every_control_of_the_ptq_task_says_what_it_tells_apart():
+  assert all(form.tells for form in ptq.interventions.INTERVENTIONS.values())
+  example = ptq.EXAMPLE
+  (control,) = example["controls"]
+  assert control["intervention"] == {"kind": "program", "without": ["encode_act"]}
+  assert example["declared"] == ["encode_weight", "encode_act"], "an edit of two parts"
+  fates = [e["predictions"][control["name"]] for e in example["explanations"]]
+  assert fates == [{"operator_error": "lost"}, {"operator_error": "kept"}]
 
 
 def test_values_come_by_layer_and_by_linear_where_an_arm_may_see_them():

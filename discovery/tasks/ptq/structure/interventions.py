@@ -54,6 +54,8 @@ INTERVENTIONS: Interventions = {
   "shuffle_stats": Intervention(
     doc="each block or head is told its neighbour's statistics, solve_linear sums in "
     "which every block has its neighbour's place, an MLP those of the layer before",
+    tells="whether a hook makes use of what it is told of its own unit, or would do as "
+    "well with any such statistics",
     example={"kind": "shuffle_stats", "hooks": ["transform"]},
     values={
       "hooks": Value(doc="hooks that are told so", one_of=TOLD, several=True),
@@ -61,11 +63,13 @@ INTERVENTIONS: Interventions = {
   ),
   "random_map": Intervention(
     doc="a fixed random rotation in the place of the map T",
+    tells="whether the map has to be this one, or any that mixes coordinates would do",
     example={"kind": "random_map"},
   ),
   "scope": Intervention(
     doc="the edit in some linears only, the parent in the others; not for edits of "
     "encode_act or of a recovery, which are not divided over linears",
+    tells="where in the network the gain is made",
     example={"kind": "scope", "part": "attention"},
     values={
       "part": Value(doc="the linears with the edit", one_of=tuple(PARTS)),
@@ -74,17 +78,20 @@ INTERVENTIONS: Interventions = {
   ),
   "dose": Intervention(
     doc="the log2 scales of the hook balance times a factor",
+    tells="whether the size of the scales matters, or their direction",
     example={"kind": "dose", "factor": -1.0},
     values={"factor": Value(doc="the factor", bounds=(-4.0, 4.0))},
   ),
   "other_text": Intervention(
     doc="the candidate and its parent are scored on windows that no primary run sees; "
     "the only observable is `other_text`, and it costs by its tokens",
+    tells="a gain from luck with the text that is scored",
     example={"kind": "other_text"},
     elsewhere=True,
   ),
   "permute": Intervention(
     doc="these channels in a fixed random order",
+    tells="whether it matters which channels share a scale",
     example={"kind": "permute", "part": "mlp"},
     values={
       "part": Value(doc="which channels", one_of=("mlp", "values")),
