@@ -873,12 +873,12 @@ def _open_text(owed: Sequence[Demand], context: Context) -> str:
   due = dict.fromkeys(demand.residual.observable for demand in owed)
   lines = []
   for name in dict.fromkeys((*due, *open_)):
-    told = f"- {name}"
-    if name in context.parent.values:
-      told += f" = {context.parent.values[name]:.4g}"
     if name in open_:
-      told = f"- {_residual_text(open_[name], context)}"
-    lines.append(f"{told}; a demand is about it" if name in due else told)
+      lines.append(f"- {_residual_text(open_[name], context)}")
+      continue
+    value = context.parent.values.get(name)
+    told = f"- {name}" if value is None else f"- {name} = {value:.4g}"
+    lines.append(f"{told}; a demand is about it")
   if not lines:
     return 'Nothing is open to a question now: leave "residual" null.'
   return "\n".join(['Open to a question now, as "residual":', *lines])

@@ -38,6 +38,7 @@ from mxjax.discovery.tasks.ptq.candidate_passes import (
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.discovery.tasks.ptq.structure.interventions import RECOVERY, behaviours
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.gptq import conjugated
 from mxjax.methods.program import (
   LinearResult,
   Program,
@@ -190,7 +191,7 @@ class CandidateProgram(Program):
     encode = self._artifacts.batched(now.hooks["encode_weight"])
     maps, result = self._passes().reach(blocks, inputs, encode)
     input_map = input_maps.BlockDense(maps.astype(jnp.float32))
-    rounding = self._rounding(fold(blocks, input_map), result)
+    rounding = self._rounding(fold(blocks, input_map), result, inputs, input_map)
     return QuantizedLinear(pack(result), input_map, rounding, rules=inputs.rules)
 
   def _passes(self) -> Passes:
@@ -264,10 +265,14 @@ class CandidateProgram(Program):
   ) -> Realization:
     """Returns the candidate's codes, and its activation rule with tables from them."""
     result = self._encode(weight, inputs, input_map)
-    return Realization(result, self._rounding(weight, result))
+    return Realization(result, self._rounding(weight, result, inputs, input_map))
 
   def _rounding(
-    self, weight: jax.Array, result: gptq.Reconstruction
+    self,
+    weight: jax.Array,
+    result: gptq.Reconstruction,
+    inputs: LinearInputs,
+    input_map: input_maps.InputMap | None,
   ) -> ActivationQuantizer:
     hook = self._now.hooks.get("encode_act")
     if hook == self._defaults["encode_act"]:
@@ -276,8 +281,12 @@ class CandidateProgram(Program):
       function = self._artifacts.batched(self._now.hooks["tables"])
       tables = measured_tables(function, weight, result.decoded)
     else:
-      target = result.decoded if plan == "realized" else weight
+      target = weight if plan == "float" else result.decoded
       tables = execution.block_on_cpu(one_code.tables(weight, target))
+    if plan == "expected":
+      hessian = conjugated(inputs.hessian(), input_map)
+      cross = one_code.expected_cross(weight, result.decoded, hessian)
+      tables = tables[0], execution.block_on_cpu(cross)
     gram, cross = self._told("encode_act", tables)
     return activation_rule(self._artifacts, hook)(gram, cross)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core.interface import Aval, Hook, Interface
+from mxjax.discovery.tasks.ptq.options import PROXY_BLOCKS
 
 MATRIX = Aval("float64", (32, 32))
 TABLE = Aval("float32", (32, 32))
@@ -361,14 +362,21 @@ HOOKS = (
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
     doc="Codes and exponent of the 32 activations x of one token in one block, in the "
-    "coordinates of T. With e = (their decoded value) - x, the squared error of "
-    "the linear's outputs that the block makes by itself is e' gram e - 2 e' "
-    "cross x, up to what no code changes; where weights are rounded so that "
-    "errors of several blocks cancel, as encode_linear may do, an activation code "
-    "that undoes the share of its own block can undo that as well. gram = W^'W^ "
-    "and cross = W^'(W - W^), summed over rows, of the realized weights W^ (plan "
-    "realized), gram = W'W and cross = 0 (plan float), or both as by the hook "
-    "tables (plan measured). It runs on every block of every token that is "
+    "coordinates of T. With e = (their decoded value) - x, choose codes of a low "
+    "e' gram e - 2 e' cross x. With D_c = W_c - W^_c for block c, the linear's "
+    "output error is the sum over all blocks of W^_c e_c - D_c x_c, so what block b "
+    "adds to its square is e' gram e - 2 e' W^' (sum over all c of D_c x_c), up to "
+    "what no code changes and but for products with the errors e_c of other blocks. "
+    "A block cannot see x_c of another, which leaves two forms of cross. Plan "
+    "realized: gram = W^'W^ and cross = W^'(W - W^), summed over rows: the term "
+    "c = b alone. It leaves out that later weights have made up for the errors of "
+    "earlier ones, as encode_linear may do, so to follow it in full undoes that as "
+    "well, and a share of it does better. Plan expected: the same gram, and cross = "
+    "W^' (sum over c of D_c H_cb) inv(H_bb), H = the mean of x x' over calibration "
+    "tokens: all terms, as far as the x of this block foretells them. It leaves out "
+    "what this block says nothing of, and that other blocks may undo the same error. "
+    "Plan float: gram = W'W, cross = 0. Plan measured: both as by the hook tables, "
+    "which is told one block. It runs on every block of every token that is "
     "scored, so its loops are what a call takes longest for.",
   ),
   *OF_LAYERS,
@@ -383,7 +391,7 @@ INTERFACE = Interface(
     "balance": ("off", "measured"),
     "curvature": ("none", "solved"),
     "linear_passes": tuple(range(1, MAX_PASSES + 1)),
-    "tables": ("realized", "float", "measured"),
+    "tables": ("realized", "float", "measured", "expected"),
     "gradients": (False, True),
     "attention": (False, True),
     "mlp": (False, True),
@@ -402,8 +410,10 @@ INTERFACE = Interface(
     "encode_linear, whole rows with a state of the linear that measure_linear and "
     "solve_linear make (solved)",
     "linear_passes": "how many passes of measure_linear and solve_linear there are",
-    "tables": "what encode_act is told: tables of the realized weights (realized), of "
-    "the float weights (float), or those of the hook tables (measured)",
+    "tables": "what encode_act is told: tables of the realized weights of its block "
+    "(realized), of the float weights (float), those of the hook tables (measured), or "
+    "those of its block and of the whole linear's weight error as its inputs foretell "
+    "it (expected)",
     "gradients": "whether `activation_fisher` and `weight_fisher` of the statistics, "
     "and the inputs of measure_linear, are weighted by gradients of the float model's "
     "loss at the linear's outputs, which costs a backward pass",
@@ -476,7 +486,11 @@ OBSERVABLES: Mapping[str, str] = {
   "layer, with statistics of three quarters of the calibration sequences and measured "
   "on the rest, on the float model's inputs. What blocks left out make up for, later "
   "layers, arranged channels, gradients and recovery are not in it: it tells what is "
-  "hopeless, and not which of two close programs is better",
+  "hopeless, and not which of two close programs is better. A linear has "
+  f"{PROXY_BLOCKS} of its blocks there, so hardly any weight error is made good by "
+  "another block: it overrates activation codes that undo weight errors, and how "
+  "strongly they should "
+  "(the share of `cross`) is to be decided by a call",
   "proxy_act": "the same with the activation codes beside the float weights, as in "
   "activation_error",
   "proxy_weight": "the same with the weights beside float activations",
@@ -493,47 +507,49 @@ EXAMPLE: Mapping[str, Any] = {
   return jnp.ldexp(jnp.where(codes >= 8, -magnitude, magnitude), exponent)
 
 
-def encode_weight(block, curvature):
+def chosen(block):
   floor = block_exponent(block)
   exponents = jnp.minimum(jnp.stack([floor, floor + 1]), 127)
   codes = jax.vmap(lambda e: nearest_codes(block, e))(exponents)
   errors = jnp.square(jax.vmap(decoded)(codes, exponents) - block).sum(axis=1)
   best = jnp.argmin(errors)
   return codes[best], exponents[best]
+
+
+def encode_weight(block, curvature):
+  return chosen(block)
+
+
+def encode_act(block, gram, cross):
+  return chosen(block)
 """,
-  "declared": ["encode_weight"],
-  "residual": "weight_error",
+  "declared": ["encode_weight", "encode_act"],
+  "residual": "operator_error",
   "explanations": [
     {
-      "name": "choice",
-      "statement": "Some blocks want the larger exponent and some do not: with the "
-      "larger one everywhere a part of the gain is lost.",
+      "name": "both operands",
+      "statement": "Both are clipped: with the activations as before, a part of the "
+      "gain is lost.",
       "predictions": {
-        "primary": {"weight_error": "down"},
-        "larger everywhere": {"weight_error": "lost"},
+        "primary": {"operator_error": "down"},
+        "weights alone": {"operator_error": "lost"},
       },
     },
     {
-      "name": "clipping",
-      "statement": "Clipped magnitudes make the error: the larger exponent everywhere "
-      "does as well as the choice.",
+      "name": "weights",
+      "statement": "Weights alone are clipped: with the activations as before, the "
+      "gain is kept.",
       "predictions": {
-        "primary": {"weight_error": "down"},
-        "larger everywhere": {"weight_error": "kept"},
+        "primary": {"operator_error": "down"},
+        "weights alone": {"operator_error": "kept"},
       },
     },
   ],
   "controls": [
     {
-      "name": "larger everywhere",
-      "intervention": {
-        "kind": "program",
-        "code": """def encode_weight(block, curvature):
-  exponent = jnp.minimum(block_exponent(block) + 1, 127)
-  return nearest_codes(block, exponent), exponent
-""",
-      },
-      "statement": "no choice",
+      "name": "weights alone",
+      "intervention": {"kind": "program", "without": ["encode_act"]},
+      "statement": "an ablation: the program without its second part",
     }
   ],
 }

@@ -59,6 +59,41 @@ def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]
   return gram, cross
 
 
+RIDGE = 0.01
+"""Damping of a block's moment, as a share of its mean diagonal; that of GPTQ."""
+
+
+@compilation.jit()
+def expected_cross(
+  weight: jax.Array, decoded: jax.Array, hessian: jax.Array
+) -> jax.Array:
+  r"""Computes the second table for the weight error of the whole linear.
+
+  Given the inputs x_b of one block, the best linear guess of the output error that
+  rounding all weights makes is M_b x_b, with H = E[x x'] and D_c = W_c - W^_c:
+
+  .. math::
+    M_b = \Bigl(\sum_c D_c H_{cb}\Bigr) H_{bb}^{-1}, \qquad K_b = \hat W_b^\top M_b
+
+  The term c = b alone gives K_Q of `tables`. Where errors of later blocks make up for
+  those of earlier ones, as GPTQ has it, the other terms take back a part of it. H_bb is
+  damped by `RIDGE`. `weight` and `decoded` are float32 `[blocks, 32, rows]` and
+  `hessian` float32 `[32 blocks, 32 blocks]`, all in the installed coordinates; the
+  result is float32 `[blocks, 32, 32]`. A block without inputs has a table of zeros.
+  """
+  blocks, size, rows = weight.shape
+  error = (weight - decoded).reshape(blocks * size, rows)
+  # As [blocks, 32, rows]: E[x_b y] for the output error y of the weights.
+  moved = jnp.matmul(hessian, error, precision=HIGHEST).reshape(weight.shape)
+  tiles = hessian.reshape(blocks, size, blocks, size)
+  own = tiles[jnp.arange(blocks), :, jnp.arange(blocks)]
+  mean = jnp.trace(own, axis1=1, axis2=2) / size
+  shift = jnp.where(mean > 0, RIDGE * mean, jnp.float32(1))
+  damped = own + shift[:, None, None] * jnp.eye(size, dtype=own.dtype)[None]
+  guess = jnp.linalg.solve(damped, moved)
+  return jnp.einsum("bim,bjm->bij", decoded, guess, precision=HIGHEST)
+
+
 PACKED = mxfp4.BLOCK_SIZE * (mxfp4.BLOCK_SIZE + 1) // 2
 """Values of a symmetric table of a block, packed."""
 

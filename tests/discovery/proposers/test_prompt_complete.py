@@ -421,6 +421,18 @@ def test_the_ptq_task_says_what_codes_an_activation_error_is_measured_with():
   assert "before any error is carried into them" in shown
 
 
+def test_the_ptq_task_says_what_either_cross_holds_and_leaves_out():
+  shown = text(ptq.PtqTask(model="random:0", **OPTIONS))
+  for told in (
+    "Plan realized: gram = W^'W^ and cross = W^'(W - W^), summed over rows: the term "
+    "c = b alone. It leaves out that later weights have made up for the errors",
+    "Plan expected: the same gram, and cross = W^' (sum over c of D_c H_cb) inv(H_bb)",
+    "A linear has 2 of its blocks there, so hardly any weight error is made good by",
+  ):
+    assert told in shown
+  assert "'realized' | 'float' | 'measured' | 'expected'" in shown
+
+
 def test_the_units_of_a_call_are_those_of_the_models_weights():
   task = ptq.PtqTask(model="random:0", **OPTIONS)
   model, params = task.options.load()

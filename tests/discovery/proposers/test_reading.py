@@ -6,7 +6,7 @@ import pytest
 
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.proposers import llm, reading
+from mxjax.discovery.proposers import llm, prompt, reading
 from mxjax.discovery.tasks import world
 from tests.discovery.proposers import replies
 
@@ -66,6 +66,25 @@ def test_changed_hooks_and_plan_entries_are_merged_into_the_parent():
   assert "weights" not in candidate_source.diff(parent, made.source), "the rest stays"
   whole = llm.read(json.dumps({"source": SOURCE + "A = 1\n", "declared": ["mlp"]}))
   assert whole.proposal(SOURCE, TASK.interface, {}).declared == ("mlp",)
+
+
+USING = SOURCE.replace("def mlp(x):\n  return x", "def mlp(x):\n  return inner(x)")
+HELPERS = "\n\nSIZE = 2.0\n\n\ndef inner(x):\n  return outer(x)\n\n\n"
+HELPERS += "def outer(x):\n  return SIZE * x\n"
+
+
+@pytest.mark.parametrize("declared", [[], ["outer"], ["inner", "mlp"]])
+@pytest.mark.parametrize("code", ["def outer(x):\n  return x\n", "SIZE = 3.0\n"])
+def test_a_helper_stands_for_the_hooks_that_use_it(code, declared):
+  """A demand is answered by hooks, and what a helper changes are those that call it."""
+  answer = llm.read(json.dumps({"code": code, "declared": declared}))
+  made = answer.proposal(USING + HELPERS, TASK.interface, {})
+  assert made.declared == ("mlp",)
+  unused = llm.read(json.dumps({"code": "def idle(x):\n  return x\n"}))
+  assert unused.proposal(USING + HELPERS, TASK.interface, {}).declared == ()
+  assert (
+    "Where you change a helper or a\n  constant alone, write its name" in prompt.ANSWER
+  )
 
 
 WRONG = {

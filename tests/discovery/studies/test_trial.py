@@ -182,6 +182,14 @@ def test_bound_is_free_with_the_demand_and_its_rules(found):
     assert demanded == prompt._demand_text(each.demand, made["bound"][0])
 
 
+def test_every_condition_is_told_the_one_call_of_a_successor(found):
+  for _, _, prompts in conditions(found):
+    for name, (_, user) in prompts.items():
+      told = "1 evaluator call is left, for your program as it is."
+      assert told in user["content"]
+      assert ("no control of it will run" in user["content"]) == (name != "text")
+
+
 def test_shuffled_is_bound_but_for_what_the_demand_says(found):
   for each, made, prompts in conditions(found):
     gone, more = added(prompts["bound"], prompts["shuffled"])

@@ -180,6 +180,8 @@ def test_the_free_proxy_was_told_by_linear(played):
   assert "mlp/up_proj" in told
   assert "mlp/down_proj" in told
   assert "proxy_weight" in told
+  assert "A linear has 2 of its blocks there" in told
+  assert "it overrates activation codes that undo weight errors" in told
 
 
 def test_values_come_by_linear_in_the_prompt(played):

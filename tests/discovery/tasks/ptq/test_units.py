@@ -16,6 +16,7 @@ from mxjax.discovery.core.task import Call, ContractError, Status
 from mxjax.discovery.sandbox import tracing
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import (
+  candidate,
   candidate_codes,
   candidate_passes,
   edit_templates,
@@ -27,7 +28,7 @@ from mxjax.discovery.tasks.ptq.candidate_passes import LinearPasses
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.methods.hires.stage3 import ATTENTION, MLP
 from mxjax.methods.recovery import Sample
-from mxjax.numerics.realization import gptq
+from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.numerics.shaping.input_maps import BlockDense
 
@@ -365,6 +366,29 @@ def test_a_search_computes_in_the_dtype_that_it_says():
   assert hidden.dtype == jnp.bfloat16
   with pytest.raises(ValueError, match="expected dtype to be one of float32, bfloat16"):
     ptq.PtqTask(**options, dtype="float16")
+
+
+@pytest.mark.parametrize("tables", ["realized", "expected"])
+def test_the_expected_tables_are_of_the_whole_linear_in_the_maps_coordinates(
+  float64, tables
+):
+  weight, inputs, at = operands()
+  act = "def encode_act(block, gram, cross):\n  exponent = block_exponent(block) + 1\n"
+  act += "  return nearest_codes(block, exponent), exponent\n"
+  plan = {**INTERFACE.default_plan, "tables": tables}
+  call = Call(traced(act).computation, plan, {}).active(INTERFACE)
+  paths, defaults = [(0, "self_attn", "q_proj")], phases.default_identities()
+  program = candidate.CandidateProgram(call, executor().artifacts, paths, defaults)
+  made = program.quantize_weight(weight, inputs, at)
+  decoded = gptq.round_to_nearest(weight, inputs.rules).decoded
+  gram, cross = one_code.tables(weight, decoded)
+  if tables == "expected":
+    hessian = at.conjugate(inputs.hessian())
+    whole = one_code.expected_cross(weight, decoded, hessian)
+    assert np.abs(whole - cross).max() > 0.1 * np.abs(cross).max()
+    cross = whole
+  for got, expected in zip(made.rounding.tables(), (gram, cross), strict=True):
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("told", ["its own", "weighted", "its neighbours'"])

@@ -155,3 +155,32 @@ def test_symmetric_packing_round_trips():
   packed = one_code.pack_symmetric(gram)
   assert packed.shape == (3, 528)
   np.testing.assert_array_equal(one_code.unpack_symmetric(packed), gram)
+
+
+def test_the_expected_cross_is_what_a_blocks_inputs_foretell_of_all_weight_errors():
+  """The regression of the whole linear's output error on the inputs of one block."""
+  rng = np.random.default_rng(8)
+  x = rng.standard_normal((96, 96)) @ rng.standard_normal((96, 2000))
+  w, w_hat = rng.standard_normal((2, 40, 96))
+  hessian = x @ x.T / 2000
+  args = (w.T.reshape(3, 32, 40), w_hat.T.reshape(3, 32, 40), hessian)
+  got = one_code.expected_cross(*(jnp.asarray(a, jnp.float32) for a in args))
+  error = (w - w_hat) @ x
+  for b in range(3):
+    at = slice(32 * b, 32 * b + 32)
+    own = hessian[at, at]
+    ridge = one_code.RIDGE * np.trace(own) / 32 * np.eye(32)
+    guess = error @ x[at].T / 2000 @ np.linalg.inv(own + ridge)
+    wanted = w_hat[:, at].T @ guess
+    np.testing.assert_allclose(got[b], wanted, rtol=1e-3, atol=1e-3 * abs(wanted).max())
+
+
+def test_the_expected_cross_of_independent_blocks_is_that_of_the_block_alone():
+  rng = np.random.default_rng(9)
+  w, w_hat = jnp.asarray(rng.standard_normal((2, 2, 32, 40)), jnp.float32)
+  _, alone = one_code.tables(w, w_hat)
+  got = one_code.expected_cross(w, w_hat, jnp.eye(64) * 3)
+  np.testing.assert_allclose(got * (1 + one_code.RIDGE), alone, rtol=1e-4, atol=1e-4)
+  # Without inputs nothing is foretold, and nothing is divided by zero.
+  none = one_code.expected_cross(w, w_hat, jnp.zeros((64, 64)))
+  np.testing.assert_array_equal(none, np.zeros((2, 32, 32)))
