@@ -109,7 +109,7 @@ def test_a_block_of_zeros_has_axes():
 
 
 def test_losses_are_the_errors_of_both_operands(recorded, problem, axes):
-  """Of nearest inputs by float64 sums, and of weights as the recorded program has it."""
+  """Of nearest inputs by float64 sums; of weights as the recorded program has it."""
   x, weight, activation, of_weight = problem
   turned, phases = map_search.turns(3)
   found = map_search.losses(
