@@ -105,7 +105,9 @@ INTERFACE = Interface(
 )
 """One hook per site, on rows of eight numbers."""
 _SITE = Value(doc="the site whose edit is changed", one_of=SITES)
-_REDRAWN = Value(doc="sites that your edit changes", one_of=SITES, several=True)
+_REDRAWN = Value(
+  doc="the sites; your edit changes one of them or more", one_of=SITES, several=True
+)
 _example = lambda kind, **more: {"kind": kind, "site": SITES[0], **more}
 
 
@@ -174,7 +176,8 @@ class World(Defaults):
     f"mediators' amplitude, each up to {FULL}; its size is the sum of all amplitudes. "
     f"A site works as far as its mechanism has its effect (half at {FULL / 2}), or, "
     f"where any edit gains, once the size is above {FULL / 2}; a mediator does "
-    "not make it work. The sites are one chain in an order that you are not told: each "
+    "not make it work. A site can work while it is closed. "
+    "The sites are one chain in an order that you are not told: each "
     "but the first, which is open, depends on the one before it. "
     "While that one works by less than half, a site is closed: it gains "
     f"little, and its excess is {CLOSED} or, lowered by a mechanism or mediator of its "
@@ -187,10 +190,12 @@ class World(Defaults):
   luck_told = (
     " This world has luck: at most sites one or two operations are lucky. On the draw "
     "of the noise by which programs are scored they lower excess and loss as a "
-    f"mechanism does, but gain only {LUCKY_SHARE[0]} to {LUCKY_SHARE[1]} of its gain; "
-    "on any other draw they do nothing. The program that a run ends with is scored at "
-    "last on another draw. Readings of an excess have a noise of up to "
-    f"{EXCESS_CHAOS} up or down, and a size above {SIZE_FREE[1]} at a site costs loss."
+    "mechanism does, and make the site work for the next one, but gain only "
+    f"{LUCKY_SHARE[0]} to {LUCKY_SHARE[1]} of its gain; on any other draw they do "
+    "nothing. The program that a run ends with is scored at last on another draw. "
+    f"Readings of an excess have a noise of up to {EXCESS_CHAOS} up or down: an open "
+    "site that is lowered is not told from a closed one by a single reading. A size "
+    f"above {SIZE_FREE[1]} at a site costs loss."
   )
   observables: Mapping[str, str] = {
     "loss": f"the target, without unit; chaos of {CHAOS} is in every reading",
@@ -259,26 +264,23 @@ class World(Defaults):
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Returns the sites whose excess is above the threshold.
 
-    With luck, whose operations lower an excess as well, the loss stays open for as long
-    as it is above what the right operations give.
+    With luck, whose operations lower an excess as well, the loss is always open.
     """
     found = [
       Residual(program, name, values[name], THRESHOLD)
       for site in SITES
       if values[name := f"excess_{site}"] > THRESHOLD
     ]
-    attained = self.ideal() + MARGIN
-    if self._luck and values["loss"] > attained:
-      found.append(Residual(program, "loss", values["loss"], attained))
+    if self._luck:
+      found.append(Residual(program, "loss", values["loss"], 0.0))
     return found
 
   def refuses(self, intervention: Mapping[str, Any], own: Call, parent: Call) -> str:
-    """Refuses a control of a site that the edit leaves as it was."""
+    """Refuses a control of sites that the edit leaves as they were."""
     sites = intervention.get("sites") or [intervention["site"]]
-    same = [site for site in sites if own.part([site]) == parent.part([site])]
-    if not same:
+    if any(own.part([site]) != parent.part([site]) for site in sites):
       return ""
-    return f"{intervention['kind']}: the edit changes nothing at {', '.join(same)}"
+    return f"{intervention['kind']}: the edit changes nothing at {', '.join(sites)}"
 
   def rivals(self, own: Call, parent: Call) -> Sequence[Rival]:
     """Returns size as an account of an edit of one site, and luck of any edit."""
@@ -303,9 +305,12 @@ class World(Defaults):
 
   @property
   def references(self) -> Mapping[str, float]:
-    """The loss that can be attained."""
+    """The loss that can be attained, where there is no luck.
+
+    With luck it would tell a program that has some from one that has none.
+    """
     told = "the right operation at every site, remeasured"
-    return {told: self.ideal()}
+    return {} if self._luck else {told: self.ideal()}
 
   @property
   def example(self) -> Mapping[str, Any]:

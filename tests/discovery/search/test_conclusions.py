@@ -487,8 +487,22 @@ def test_an_excess_is_noisy_where_there_is_luck_and_exact_where_there_is_none(tm
 
 def test_where_luck_closes_every_site_the_loss_is_still_open_to_a_question():
   task, *_ = lucky_world()
-  closed = dict.fromkeys(task.margins, 0.1) | {"loss": task.ideal() + 0.1}
+  closed = dict.fromkeys(task.margins, 0.1)
   (left,) = task.residuals("p", closed)
   assert left.observable == "loss"
-  assert task.residuals("p", closed | {"loss": task.ideal()}) == []
   assert world.World(seed=3).residuals("p", closed) == []
+
+
+def test_nothing_tells_how_far_a_program_with_luck_is_from_one_without():
+  task, *_ = lucky_world()
+  assert not task.references
+  assert world.World(seed=3).references
+
+
+def test_a_redraw_takes_sites_that_the_edit_left_if_it_changed_one():
+  task, first, second = lucky_world()
+  start = Call({site: "default" for site in world.SITES}, {"remeasure": False}, {})
+  own = start._replace(computation={**start.computation, first: "edit"})
+  redraw = lambda *sites: {"kind": "redraw", "sites": [*sites]}
+  assert task.refuses(redraw(first, second), own, start) == ""
+  assert "changes nothing" in task.refuses(redraw(second), own, start)
