@@ -96,9 +96,8 @@ def program(interface: Interface) -> Intervention:
     "PLAN keys that are the parent's again; or `code` holds whole functions that "
     "replace those of the same name, and `plan` values of PLAN. It is charged like any "
     "control, and kept as a program of its own if it does better",
-    tells="of an edit of two parts, whether one of them carries the gain: an ablation "
-    "by `without`, lost if it does and kept if the other does alone; of a choice, a "
-    "constant or a rule, whether it has to be this one: `code` or `plan` with another",
+    tells="which of two parts carries the gain (an ablation, by `without`), or whether "
+    "a choice, constant or rule has to be this one (`code` or `plan` with another)",
     example={"kind": PROGRAM, "without": [hook.name]},
     values={
       "without": Value(

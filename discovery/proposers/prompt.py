@@ -134,6 +134,8 @@ NEW = re.compile(r"\+(?:def )?([A-Za-z_]\w*).*")
 """A line of a difference that begins a function or a constant."""
 WHOLE = 2
 """Edits, the last that ran, whose functions are shown whole."""
+WHOLE_UP_TO = 56_000
+"""Bytes of a prompt up to which functions of earlier edits are shown whole."""
 LONG = 3
 """Lines of a change up to which it is shown again rather than referred to."""
 
@@ -202,8 +204,12 @@ class Changes:
   its edit has in their place: a model that is to send an edit again must know it.
   """
 
-  def __init__(self, context: Context | None = None) -> None:
-    """Starts with nothing shown but the parent's program, or not even that."""
+  def __init__(self, context: Context | None = None, whole: int | None = None) -> None:
+    """Starts with nothing shown but the parent's program, or not even that.
+
+    `whole` edits are shown whole, by default `WHOLE`; with none, no control is either.
+    """
+    whole = WHOLE if whole is None else whole
     self._seen: dict[str, str] = {}
     self._bodies: dict[str, str] = {}
     self._contained: set[str] = set()
@@ -215,10 +221,10 @@ class Changes:
     self._above = context.parent.source
     ran = [e for e in context.history if e.status == "ok" and e.diff]
     # By names: what is merged with its likes is another object.
-    self._whole = {(e.program, e.parent) for e in ran[-WHOLE:]}
+    self._whole = {(e.program, e.parent) for e in ran[::-1][:whole]}
     won = [e for e in context.history if e.winner is not None]
     shown = (context.parent.id, context.champion.id)
-    if won and won[-1].winner and won[-1].winner.program not in shown:
+    if whole and won and won[-1].winner and won[-1].winner.program not in shown:
       self._won = won[-1].program, won[-1].parent
     records = (context.parent, context.champion, *context.donors)
     parents = {record.id: record.parent for record in records}
@@ -377,8 +383,10 @@ def measurements(experiments: Sequence[Experiment]) -> str:
   return "\n".join([f"program or control of it: {' '.join(columns)}", *lines])
 
 
-def _entries_text(entries: Sequence[Experiment], context: Context) -> str:
-  changes = Changes(context)
+def _entries_text(
+  entries: Sequence[Experiment], context: Context, whole: int | None = None
+) -> str:
+  changes = Changes(context, whole)
   return "\n".join(entry_text(entry, changes) for entry in entries)
 
 
@@ -402,7 +410,10 @@ def _relevance(entry: Experiment, context: Context) -> tuple[bool, float]:
 
 
 def select(
-  context: Context, allowance: int = MEMORY_TOKENS, count: Count = estimated_tokens
+  context: Context,
+  allowance: int = MEMORY_TOKENS,
+  count: Count = estimated_tokens,
+  whole: int | None = None,
 ) -> list[Experiment]:
   """Returns the experiments in memory, in order, within `allowance` rendered tokens."""
   history = list(context.history)
@@ -413,7 +424,9 @@ def select(
   if best is not None:
     wanted.add(id(best))
   entries = [e for e in history if id(e) in wanted]
-  size = lambda: count(_entries_text(entries, context)) + count(measurements(entries))
+  size = lambda: (
+    count(_entries_text(entries, context, whole)) + count(measurements(entries))
+  )
   if size() > allowance:
     entries = _merged(entries)
   while entries and size() > allowance:
@@ -489,10 +502,9 @@ Rules of a question:
    The two kinds of symbol are not compared with each other, and `primary` takes down,
    same and up only.
    An edit of two parts is asked by an ablation: a control of kind `program` that takes
-   one part away, under which the account that credits this part predicts lost and the
-   account that credits the other alone predicts kept. Choose a control by what your
-   accounts disagree on, as said beside each kind: it tells them apart only if what it
-   takes away is what one of them needs and the other does not.
+   one part away, lost for the account that credits it, kept for that which credits the
+   other alone. A control tells accounts apart only if it takes away what one of them
+   needs and the other does not.
 2. Accounts should agree about `primary`, or else the run alone decides and no control
    is worth a call; a question is sent back if every other account denies what yours
    predicts there. Every pair must differ, in the same observable, under some control
@@ -917,8 +929,11 @@ def memory(
   interface: Interface,
   allowance: int = MEMORY_TOKENS,
   count: Count = estimated_tokens,
+  whole: int | None = None,
 ) -> str:
   """Returns the memory section, within `allowance` tokens.
+
+  `whole` is that of `Changes`.
 
   Demands and residuals come first, then the champion with its lineage in short form;
   experiments take the rest. What does not fit is counted.
@@ -942,8 +957,8 @@ def memory(
     demands = context.demands if context.evidence == "verdict" else ()
     owed = [demand for demand in demands if not demand.forbids]
     owed.sort(key=lambda demand: demand != context.checked)
-    whole = (*owed[:1], *(demand for demand in demands if demand.forbids))
-    texts = [_demand_text(demand, context) for demand in whole]
+    in_full = (*owed[:1], *(demand for demand in demands if demand.forbids))
+    texts = [_demand_text(demand, context) for demand in in_full]
     texts += [_owed_later(demand, context) for demand in owed[1:]]
     if context.focus is not None and context.checked is None:
       texts.append(f"This round is about {_residual_text(context.focus, context)}.")
@@ -952,10 +967,10 @@ def memory(
   stagnation = f"Experiments since the best program improved: {context.stagnation}"
   add([stagnation, *_lineage_text(context, interface)], "programs", left)
   table, head = "What was measured:\n", "Experiments so far:"
-  entries = select(context, max(left - count(f"{table}\n\n{head}\n"), 0), count)
+  entries = select(context, max(left - count(f"{table}\n\n{head}\n"), 0), count, whole)
   if rows := measurements(entries):
     shown.append(table + rows)
-  told = _entries_text(entries, context)
+  told = _entries_text(entries, context, whole)
   return "\n\n".join([*shown, f"{head}\n{told or 'none'}"])
 
 
@@ -985,6 +1000,11 @@ def messages(
       mend="shorten the program",
     )
   allowance = min(MEMORY_TOKENS, INPUT_TOKENS - fixed)
-  told = memory(context, task.interface, allowance, count)
-  user = f"{parts}\n\n{told}"
+  user = ""
+  for whole in range(WHOLE, -1, -1):
+    told = memory(context, task.interface, allowance, count, whole)
+    user = f"{parts}\n\n{told}"
+    if len(f"{system}{user}".encode()) <= WHOLE_UP_TO:
+      # Long prompts are read less well than what they hold is worth.
+      break
   return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -382,6 +382,18 @@ def test_the_functions_of_the_last_two_edits_are_shown_whole_and_once():
   assert "@@ search: as in the program above" in shown
 
 
+def test_whole_functions_make_no_prompt_longer_than_is_read_well(monkeypatch):
+  sources = {k: f"{SOURCE}{search(k)}" for k in "abcd"}
+  steps = [edit_of(k, "p", sources["a"], sources[k]) for k in "bcd"]
+  asked = context(history=steps)
+  long = len(told(asked).encode())
+  shown = []
+  for limit in (long, long - 1, 0):
+    monkeypatch.setattr(prompt, "WHOLE_UP_TO", limit)
+    shown.append([search(k).strip() in told(asked) for k in "bcd"])
+  assert shown == [[False, True, True], [False, False, True], [False] * 3]
+
+
 def test_what_a_later_edit_changed_again_is_shown_of_the_edit_before_it():
   one, two = f"{SOURCE}{search('b')}", f"{SOURCE}{search('c')}"
   first = edit_of("older", "start", f"{SOURCE}{search('a')}", one)

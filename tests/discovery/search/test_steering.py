@@ -370,6 +370,11 @@ def test_a_control_that_is_a_better_program_is_a_candidate(tmp_path):
   assert running.ledger.totals()["control"] == 1, "it was paid for once"
   (owed,) = [e for e in of("demand") if e["status"] == "owed"]
   assert owed["program"] == best.id, "what is demanded goes on from the better version"
+  (made,) = running.history.experiments
+  assert {*made.code} == {A, B} and made.code[B] in operation("harmful", B)
+  program, condition, code, plan = made.winner
+  assert (program, condition, plan) == (best.id, "w", {})
+  assert code == {B: f"def {B}(x):\n  return x"}, "what the edit's program has not"
   evaluator = running._evaluator
   call = evaluator.prepare(best.source).call
   assert evaluator.condition("", "", call).exec_id == best.exec_id

@@ -21,8 +21,8 @@ def of_templates(templates):
   def answer(request):
     text = request["messages"][1]["content"]
     turn = len(request["messages"])
-    open_ = re.search(r'Open to a question now, as "residual": (.*)\.', text)
-    names = open_[1].split(", ") if open_ else []
+    listed = text.partition('Open to a question now, as "residual":\n')[2]
+    names = re.findall(r"^- (\w+) = ", listed.partition("\n\n")[0], re.MULTILINE)
     draw = (identity.digest(text), request.get("seed"), turn)
     fitting = [t for t in templates if not names or t.residual in names]
     template = identity.pick(fitting or templates, *draw)

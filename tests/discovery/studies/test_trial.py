@@ -183,6 +183,7 @@ def test_bound_is_free_with_the_demand_and_its_rules(found):
 
 
 def test_every_condition_is_told_the_one_call_of_a_successor(found):
+  assert found
   for _, _, prompts in conditions(found):
     for name, (_, user) in prompts.items():
       told = "1 evaluator call is left, for your program as it is."
