@@ -19,7 +19,8 @@ def of_templates(templates):
   """
 
   def answer(request):
-    text = request["messages"][1]["content"]
+    # What a call took is another number at every measurement.
+    text = re.sub(r" Its call took .*", "", request["messages"][1]["content"])
     turn = len(request["messages"])
     listed = text.partition('Open to a question now, as "residual":\n')[2]
     names = re.findall(r"^- (\w+) = ", listed.partition("\n\n")[0], re.MULTILINE)
