@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -54,3 +55,15 @@ def test_an_archive_says_nothing_of_the_machine_and_everything_of_the_trial(
   found = [path for path in folder.glob("replay/*/successors/*.json")]
   transitions = [path for path in folder.glob("replay/*/transitions/*.json")]
   assert len(found) == 4 * plan["replay"]["samples"] * len(transitions)
+
+
+def test_what_the_page_tells_of_ten_calls_is_in_the_archive(tmp_path):
+  folder = trial.unpack(RESULTS / "discovery_trial_luck.tar.xz", tmp_path)
+  page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
+  rows = re.findall(r"^\| (lucky-\d) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+  assert len(rows) == 4
+  for world, *told in rows:
+    for arm, shown in zip(("quantforge", "reflect", "text"), told, strict=True):
+      score = (folder / "heldout" / "scores" / f"{world}-{arm}.json").read_text()
+      calls, value = json.loads(score)["value"]["marks"][0]
+      assert (calls, f"{value:.3f}") == (10, shown)
