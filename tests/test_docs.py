@@ -155,12 +155,12 @@ def test_the_page_of_discovery_tells_the_recorded_run_as_its_log_does():
   count, made, ran = (words[len(each)] for each in (replies, edits, controls))
   assert f"{count.capitalize()} replies led to {made} edits and {ran} controls" in page
   assert not [e for e in events if e["event"] == "refused"]
-  told = re.search(r"loss fell from (\S+) to (\S+) at the (\w+)h call", page)
+  told = re.search(r"loss fell from (\S+) to (\S+) at the (\w+)th call", page)
   best = min(losses)
   assert told.groups() == (
     f"{losses[0]:.3f}",
     f"{best:.3f}",
-    words[outcomes[losses.index(best)]["call"]],
+    words[outcomes[losses.index(best)]["call"]].removesuffix("t"),
   )
   spent = sum(e["charged"] for e in outcomes)
   assert f"left {words[15 - spent]} calls" in page
