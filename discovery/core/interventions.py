@@ -51,7 +51,8 @@ class Value:
     """Returns whether a value read from JSON has this form."""
     if self.several:
       known = isinstance(value, list) and value and set(map(type, value)) == {str}
-      return bool(known) and {*value} <= {*self.one_of}
+      is_once = bool(known) and len({*value}) == len(value)
+      return is_once and {*value} <= {*self.one_of}
     if self.one_of:
       return isinstance(value, str) and value in self.one_of
     if self.span:

@@ -360,7 +360,9 @@ class World(Defaults):
     noise = identity.draw(self._seed, self._transfer, shown, "chaos")
     values["loss"] += CHAOS * (2 * noise - 1)
     if self._luck:
-      own = [self._seed, self._transfer, shown, call.intervention]
+      # However the sites are listed, it is one reading.
+      listed = dict(call.intervention) | {"sites": sorted(redrawn)}
+      own = [self._seed, self._transfer, shown, listed]
       for site in SITES:
         noise = identity.draw(own, site, "excess")
         values[f"excess_{site}"] += EXCESS_CHAOS * (2 * noise - 1)

@@ -6,6 +6,7 @@ same files are the same model.
 
 import contextlib
 import functools
+import glob
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
@@ -96,7 +97,7 @@ def _snapshot(name: str, *, with_weights: bool) -> pathlib.Path:
       )
     return folder
   folder = _fetched(name, DESCRIPTIONS)
-  if not any(folder.glob("*.json")):
+  if not any(folder.rglob("*.json")):
     _refuse_other(name)
   if with_weights:
     # They are of the same commit, whatever is uploaded meanwhile.
@@ -105,7 +106,7 @@ def _snapshot(name: str, *, with_weights: bool) -> pathlib.Path:
     if not _has_weights(folder):
       _refuse_other(name)
     if not (folder / weights.SINGLE_FILE).is_file():
-      fetch(set(weights.read_index(folder).values()))
+      fetch(set(map(glob.escape, weights.read_index(folder).values())))
   return folder
 
 

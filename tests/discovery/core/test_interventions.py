@@ -64,3 +64,10 @@ def test_another_form_is_refused_with_one_that_would_do(change, told):
     interventions.checked(KNOWN, change)
   assert told in str(caught.value)
   assert '{"kind": ' in str(caught.value), "an example to write"
+
+
+def test_a_list_names_each_once():
+  """Repeats would be another condition for the same measurement."""
+  names = interventions.Value(doc="", one_of=("a", "b"), several=True)
+  assert names.allows(["a", "b"])
+  assert not names.allows(["a", "a"])

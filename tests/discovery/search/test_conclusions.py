@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import types
 
+import numpy as np
 import pytest
 
 from mxjax.discovery.core import residual, store, verdict
@@ -506,3 +507,14 @@ def test_a_redraw_takes_sites_that_the_edit_left_if_it_changed_one():
   redraw = lambda *sites: {"kind": "redraw", "sites": [*sites]}
   assert task.refuses(redraw(first, second), own, start) == ""
   assert "changes nothing" in task.refuses(redraw(second), own, start)
+
+
+def test_a_redraw_is_one_reading_however_its_sites_are_listed():
+  task, first, second = lucky_world()
+  start = Call({site: "same" for site in world.SITES}, {"remeasure": False}, {})
+  task._behaviour = lambda computation, artifacts: (np.zeros(6), "shown")
+  read = lambda *sites: task.run(
+    start._replace(intervention={"kind": "redraw", "sites": [*sites]}), None, b""
+  )[0]["values"]
+  assert read(first, second) == read(second, first)
+  assert read(first, second) != read(first)
