@@ -23,69 +23,78 @@ Seconds = Mapping[str, float]
 """Processor seconds by part: the name of a hook, `COMPILING` or `REST`."""
 
 
+class _Measurement(threading.local):
+  """What a thread measures: without walls, threads run calls beside each other."""
+
+  def __init__(self) -> None:
+    self.spent: dict[str, float] = {}
+    self.open: list[str] = []
+    self.since = 0.0
+    self.traced: float | None = None
+
+
 class Meter:
   """Charges processor time to the part that is being worked on.
 
   A part within another one interrupts it, and so does compiling: each second is charged
-  once. Only the thread that began a measurement is listened to.
+  once. Each thread has a measurement of its own, by the clock of the process.
   """
 
   def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
     """Starts to listen to what JAX compiles; `clock` returns processor seconds."""
     self._clock = clock
-    self._spent: dict[str, float] = {}
-    self._open: list[str] = []
-    self._since, self._thread = 0.0, 0
-    self._traced: float | None = None
+    self._now = _Measurement()
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _charge(self, part: str, until: float) -> None:
-    before = self._spent.get(part, 0.0)
-    self._spent[part] = before + max(until - self._since, 0.0)
-    self._since = max(until, self._since)
+    before = self._now.spent.get(part, 0.0)
+    self._now.spent[part] = before + max(until - self._now.since, 0.0)
+    self._now.since = max(until, self._now.since)
 
   def _listen(self, event: str, duration: float, **about: Any) -> None:
     del duration, about
-    if not self._open or threading.get_ident() != self._thread:
+    if not self._now.open:
       return
     now = self._clock()
-    if event == TRACED or (event == LOWERED and self._traced is None):
-      self._traced = now
+    if event == TRACED or (event == LOWERED and self._now.traced is None):
+      self._now.traced = now
     elif event == COMPILED:
       # What came before the program was traced belongs to the part that called it.
-      self._charge(self._open[-1], now if self._traced is None else self._traced)
+      self._charge(
+        self._now.open[-1], now if self._now.traced is None else self._now.traced
+      )
       self._charge(COMPILING, now)
-      self._traced = None
+      self._now.traced = None
 
   @contextlib.contextmanager
   def measured(self) -> Iterator[dict[str, float]]:
     """Measures what runs inside; yields the seconds by part, complete at the end."""
-    self._spent, self._thread = {}, threading.get_ident()
-    self._since, self._traced = self._clock(), None
-    spent = self._spent
+    self._now.spent, self._now.traced = {}, None
+    self._now.since = self._clock()
+    spent = self._now.spent
     try:
       with self._within(REST):
         yield spent
     finally:
-      self._open.clear()
+      self._now.open.clear()
 
   @contextlib.contextmanager
   def on(self, part: str) -> Iterator[None]:
     """Charges what runs inside to a part, if this thread is being measured."""
-    if not part or not self._open or threading.get_ident() != self._thread:
+    if not part or not self._now.open:
       yield
       return
-    self._charge(self._open[-1], self._clock())
+    self._charge(self._now.open[-1], self._clock())
     with self._within(part):
       yield
 
   @contextlib.contextmanager
   def _within(self, part: str) -> Iterator[None]:
-    self._open.append(part)
+    self._now.open.append(part)
     try:
       yield
     finally:
-      self._charge(self._open.pop(), self._clock())
+      self._charge(self._now.open.pop(), self._clock())
 
 
 METER = Meter()

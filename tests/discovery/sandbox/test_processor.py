@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -186,3 +187,19 @@ def test_workers_have_one_thread_and_flags_of_a_quick_compiler():
   assert "codegen_split_count=1" in given["XLA_FLAGS"]
   is_old = jax.__version_info__ < (0, 11)
   assert ("use_fusion_emitters=false" in given["XLA_FLAGS"]) == is_old
+
+
+def test_threads_measure_beside_each_other():
+  """As calls without walls do; one that ends leaves the others' parts alone."""
+  meter = processor.Meter()
+
+  def whole():
+    with meter.measured() as spent, meter.on("hook"):
+      pass
+    return spent
+
+  with meter.measured() as mine, meter.on("outer"):
+    with futures.ThreadPoolExecutor(1) as pool:
+      other = pool.submit(whole).result()
+  assert {*other} == {"hook", processor.REST}
+  assert {*mine} == {"outer", processor.REST}
