@@ -67,3 +67,31 @@ def test_what_the_page_tells_of_ten_calls_is_in_the_archive(tmp_path):
       score = (folder / "heldout" / "scores" / f"{world}-{arm}.json").read_text()
       calls, value = json.loads(score)["value"]["marks"][0]
       assert (calls, f"{value:.3f}") == (10, shown)
+
+
+def test_every_run_with_controls_met_luck_by_a_redraw(tmp_path):
+  """By 3 to 5 redraws a run, as the page says."""
+  folder = trial.unpack(RESULTS / "discovery_trial_luck.tar.xz", tmp_path)
+  logs = {path.parent.name: path for path in folder.glob("runs/lucky-*/log.jsonl")}
+  logs = {name: path for name, path in logs.items() if not name.endswith("reflect")}
+  assert len(logs) == 8
+  for name, path in logs.items():
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    redraws = {
+      (event["id"], condition["name"])
+      for event in events
+      if event["event"] == "packet"
+      for condition in event["packet"]["conditions"]
+      if condition["call"]["intervention"].get("kind") == "redraw"
+    }
+    ran = [e for e in events if e["event"] == "outcome"]
+    ran = [e for e in ran if (e["packet"], e["condition"]) in redraws]
+    assert 3 <= len(ran) <= 5, name
+    fates = {
+      seen["loss of the edit"]
+      for event in events
+      if event["event"] == "verdict"
+      for condition, seen in event["observed"].items()
+      if (event["packet"], condition) in redraws and "loss of the edit" in seen
+    }
+    assert fates & {"lost", "gone", "reversed"}, name

@@ -10,6 +10,7 @@ import http.server
 import json
 import pathlib
 import sys
+import urllib.parse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -37,7 +38,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
       self.wfile.write(body)
 
   def do_GET(self):
-    path = self.path.split("?")[0]
+    path = urllib.parse.unquote(self.path.split("?")[0])
     with self.log.open("a") as file:
       file.write(f"{self.command} {path}\n")
     match path.strip("/").split("/"):

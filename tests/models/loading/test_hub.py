@@ -249,16 +249,17 @@ def test_quantize_takes_a_hub_id(stand):
 
 def test_the_shards_of_a_hub_model_are_those_of_its_index(stand, monkeypatch):
   folder = stand.model("sharded")
-  (folder / weights.SINGLE_FILE).rename(folder / "part.safetensors")
-  with weights.open_tensors(folder / "part.safetensors") as file:
-    names = dict.fromkeys(file.keys(), "part.safetensors")
+  (folder / weights.SINGLE_FILE).rename(folder / "part[1].safetensors")
+  with weights.open_tensors(folder / "part[1].safetensors") as file:
+    names = dict.fromkeys(file.keys(), "part[1].safetensors")
   (folder / weights.INDEX_FILE).write_text(json.dumps({"weight_map": names}))
   (folder / "model-00001-of-00009.safetensors").touch()
+  # The brackets of a name are no pattern.
   in_process(stand, monkeypatch)
   models.from_pretrained("owner/sharded")
   assert [name for name in stand.downloaded() if "safetensors" in name] == [
     weights.INDEX_FILE,
-    "part.safetensors",
+    "part[1].safetensors",
   ]
 
 

@@ -32,6 +32,15 @@ class Alone(Nearest):
     return super().round_mapped(blocks, rules)
 
 
+@pytree_nodes.register
+@dataclasses.dataclass(frozen=True)
+class Overflowing(Alone):
+  """What a program with too large a map or exponent returns."""
+
+  def round_mapped(self, blocks, rules):
+    return super().round_mapped(blocks, rules) * jnp.float32(2e38)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ruled(Program):
   """Rounds to nearest in the coordinates of rotations, with recovery."""
@@ -101,3 +110,22 @@ def test_linears_in_another_order_than_the_layers_are_refused(
   assert {*rounded(paths)} == {"/".join(path) for path in paths}
   with pytest.raises(RuntimeError, match="runs before"):
     rounded(paths[::-1])
+
+
+def test_a_rule_that_overflows_is_no_linear_in_another_order(
+  made, tiny_model, tiny_params, tiny_tokens
+):
+  """NaN equals nothing, and the order of linears is found by what they were told."""
+  layer = made[Alone]["layers_0"]
+  linears = {
+    path: dataclasses.replace(leaf, rounding=Overflowing())
+    for path, leaf in rounding_alone.linears_alone(
+      layer, list(tiny_model.projection_taps)
+    ).items()
+  }
+  outer = streams.outer_params(tiny_model, tiny_params)
+  hidden = tiny_model.embed(outer, jnp.asarray(tiny_tokens))
+  bare = rounding_alone.without_rules(layer, linears)
+  values = rounding_alone.rounded_inputs(tiny_model, bare, linears, hidden)
+  assert {*values} == {"/".join(path) for path in linears}
+  assert any(np.isnan(np.asarray(each)).any() for each in values.values())
