@@ -408,35 +408,39 @@ def _change(successors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _arms(recorded: Recorded) -> list[Table]:
-  """Compares arms on the tasks and seeds that they share, by the held-out champion."""
-  found = []
-  finals: dict[str, dict[tuple[str, int], float]] = {}
+  """Compares arms on the tasks and seeds that they share, by the held-out champion.
+
+  A row is an arm at a mark, a number of calls at which champions were scored: where all
+  come to the same program in the end, the way there still tells them apart.
+  """
+  champions: dict[str, dict[tuple[str, int, int], float]] = {}
   for name, run in recorded.plan["runs"].items():
-    marks = recorded.scores.get(name, {}).get("marks") or [[0, None]]
-    if marks[-1][1] is not None:
-      place = run["task"], run["seed"]
-      finals.setdefault(run["arm"], {})[place] = marks[-1][1]
-  if len(finals) < 2 or "quantforge" not in finals:
-    return found
-  rows, ours = [], finals["quantforge"]
-  for arm, theirs in finals.items():
+    for calls, value in recorded.scores.get(name, {}).get("marks", ()):
+      if value is not None:
+        place = run["task"], run["seed"], calls
+        champions.setdefault(run["arm"], {})[place] = value
+  ours, rows = champions.pop("quantforge", {}), []
+  for arm, theirs in champions.items():
     shared = [place for place in ours if place in theirs]
-    if arm == "quantforge" or not shared:
-      continue
-    sides = [[side[place] for place in shared] for side in (ours, theirs)]
-    differences = [one - two for one, two in zip(*sides, strict=True)]
-    p = f"{compare_seeds(*sides).sign_flip_p:.3f}" if len(shared) > 1 else NONE
-    wins = sum(d < 0 for d in differences)
-    rows.append(
-      [
-        ARMS[arm].title,
-        str(len(shared)),
-        " ".join(f"{d:+.4f}" for d in differences),
-        f"{statistics.fmean(differences):+.4f}",
-        f"{wins} of {len(shared)}",
-        p,
-      ]
-    )
-  head = ["Other arm", "Pairs", "QuantForge minus it, held out", "Mean"]
+    for calls in sorted({calls for _, _, calls in shared}):
+      places = [place for place in shared if place[-1] == calls]
+      sides = [[side[place] for place in places] for side in (ours, theirs)]
+      differences = [one - two for one, two in zip(*sides, strict=True)]
+      p = f"{compare_seeds(*sides).sign_flip_p:.3f}" if len(places) > 1 else NONE
+      wins = sum(d < 0 for d in differences)
+      rows.append(
+        [
+          ARMS[arm].title,
+          str(calls),
+          str(len(places)),
+          " ".join(f"{d:+.4f}" for d in differences),
+          f"{statistics.fmean(differences):+.4f}",
+          f"{wins} of {len(places)}",
+          p,
+        ]
+      )
+  if not rows:
+    return []
+  head = ["Other arm", "Calls", "Pairs", "QuantForge minus it, held out", "Mean"]
   head += ["QuantForge lower", "Exact sign flips, p"]
   return [Table("Arms", head, rows, "A pair is a task and a seed.")]

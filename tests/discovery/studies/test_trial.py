@@ -441,10 +441,20 @@ def test_a_plan_is_frozen(finished, copied, monkeypatch, tmp_path):
 
 def test_arms_are_compared_by_what_they_reach_held_out(finished):
   recorded = trial_tables.Recorded(finished.path)
-  place = lambda value: {"initial": 3.0, "marks": [[20, value]]}
-  recorded.scores = {"two": place(1.0), "rival": place(1.5)}
+  place = lambda *values: {
+    "initial": 3.0,
+    "marks": [*zip((10, 20), values, strict=True)],
+  }
+  recorded.scores = {"two": place(2.5, 1.0), "rival": place(2.25, 1.5)}
   (table,) = trial_tables._arms(recorded)
-  assert table.rows == [["ReflectMem", "1", "-0.5000", "-0.5000", "1 of 1", "---"]]
+  assert table.rows == [
+    ["ReflectMem", "10", "1", "+0.2500", "+0.2500", "0 of 1", "---"],
+    ["ReflectMem", "20", "1", "-0.5000", "-0.5000", "1 of 1", "---"],
+  ]
+  # A champion that could not be scored, or a mark of one arm alone, is no pair.
+  recorded.scores = {"two": place(2.5, None), "rival": place(2.25, 1.5)}
+  (table,) = trial_tables._arms(recorded)
+  assert [row[:3] for row in table.rows] == [["ReflectMem", "10", "1"]]
 
 
 def test_a_closed_run_is_scored_held_out(finished):
