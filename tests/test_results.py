@@ -10,13 +10,12 @@ import shlex
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 """Those of GPUs, in a folder of their own, come from a machine that is lent whole."""
-STUDIES = "payoff_noisy payoff_plain payoff_real_noisy payoff_real_plain"
 OLDER = {
   "no command": {
     *("demo", "export_roundtrip", "harness_quantized", "hires_build"),
     *("hostile_programs", "perplexity_agreement_bfloat16", "plan_memory"),
-    *("reference_protocol", "studies_payoff_real_stopped", "studies_ptq"),
-    *("studies_world", *(f"studies_{name}" for name in STUDIES.split())),
+    *("reference_protocol", "studies_payoff_noisy", "studies_payoff_plain"),
+    "studies_world",
   },
   "no script": {"gpu_counts", "gpu_predictions", "gpu_programs"},
   "no dtype": {

@@ -112,10 +112,6 @@ STUDIES: Mapping[str, Study] = {
     "Where experiments pay",
     ("quantforge", "score", "text", "reflect", "uniform", "shuffled", "no-compile"),
   ),
-  "payoff-real": Study(
-    "Where experiments pay, real evaluator",
-    ("quantforge", "score", "text", "reflect", "uniform", "shuffled"),
-  ),
   "placebos": Study(
     "Placebos",
     (

@@ -43,7 +43,6 @@ def tables(values: Mapping[str, Any]) -> list[Table]:
     "regimes": _regimes,
     "placebos": _placebos,
     "payoff": _placebos,
-    "payoff-real": _placebos,
   }[values["study"]]
   found: list[Table] = []
   for own, printed in build(Results(values)):
