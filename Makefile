@@ -62,7 +62,8 @@ demo: install
 # A worker takes whole files, so that a fixture of a module is made once; the order is
 # that of tests/conftest.py. `make test` has everything a change needs; `make test-all`
 # adds what is marked slow: fuzz, attacks at the second level, kills of whole jobs, eight
-# devices, all of HiRes against its oracle, trained models, examples.
+# devices, all of HiRes against its oracle, trained models, examples, and the longest of
+# the others.
 #
 # Compiled programs are kept between runs, those of two weeks: only what changed is
 # compiled again. JAX_COMPILATION_CACHE_DIR names another folder for them.

@@ -84,6 +84,7 @@ def test_objects_of_ended_files_are_collected_only_if_a_process_is_full(
   conftest.set_aside()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   not pathlib.Path(conftest.PROCESS, "maps").is_file(), reason="needs Linux' maps"
 )

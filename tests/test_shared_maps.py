@@ -14,6 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 shared_maps = pytest.importorskip("shared_maps")
 
 
+@pytest.mark.slow
 def test_named_linears_are_quantized_as_one_and_the_others_alone(
   tiny_model, tiny_params
 ):

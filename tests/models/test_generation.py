@@ -203,6 +203,7 @@ def test_a_cache_changes_nothing_but_the_work(tiny, length):
   np.testing.assert_array_equal(run(max_new_tokens=6), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family_golden", "one_program"),
   in_each_family((False,), (True,)),

@@ -62,6 +62,7 @@ def test_the_client_has_what_the_options_say():
   assert llm.client({"base_url": "u", "model": "m"}).deadline == 600.0
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_fails_is_named_and_asked_again_by_the_same_run(
   server, tmp_path, capsys
 ):

@@ -42,6 +42,7 @@ def test_a_closed_run_has_a_held_out_score_and_proposes_nothing_more(killed):
   assert 5 <= spent < 10, "what was registered is run to its end"
 
 
+@pytest.mark.slow
 def test_closing_twice_changes_nothing(killed):
   runs.close(killed, trusted=TRUSTED)
   log = (killed / "log.jsonl").read_bytes()

@@ -92,6 +92,7 @@ def values(executor, call):
   return results[0]
 
 
+@pytest.mark.slow
 def test_two_files_run_in_the_strict_jail(folder, tmp_path, capsys):
   out = tmp_path / "run"
   arguments = ["discover", "run", "--task", str(folder), "--out", str(out)]

@@ -90,6 +90,7 @@ def test_rows_that_differ_in_recovery_share_linears(made, model):
   assert row("rtn", 3)["made_by"]["command"].startswith("mxjax reproduce ")
 
 
+@pytest.mark.slow
 def test_shared_linears_give_the_build_itself(made, model, tmp_path, mxjax):
   text = model / "text.txt"
   data = ("--calib", text, "--data", text, "--sequences", 2, "--length", 32)

@@ -80,6 +80,7 @@ def peak_while_quantizing(model, params, store):
   return max(sizes) - before, result
 
 
+@pytest.mark.slow
 def test_a_run_holds_few_layers_however_many_there_are(folder, tmp_path):
   model, lazy = models.open_pretrained(folder)
   layer = sum(leaf.nbytes for leaf in jax.tree.leaves(lazy["layers_0"]))

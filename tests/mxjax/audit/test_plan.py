@@ -212,6 +212,7 @@ def planned_peak(case):
   ).peak
 
 
+@pytest.mark.slow
 def test_the_rule_of_thumb_is_near_the_peaks_that_were_measured():
   rows = json.loads((RESULTS / "plan_memory.json").read_text())
   ratios = {n: planned_peak(r["case"]) / r["measured_peak"] for n, r in rows.items()}

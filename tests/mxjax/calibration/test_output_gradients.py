@@ -102,6 +102,7 @@ def test_files_chunks_and_memory_give_the_same_bits(tiny_params, calib, tmp_path
   ]
 
 
+@pytest.mark.slow
 def test_stored_gradients_serve_no_chunks_of_other_sizes(tiny_params, calib, tmp_path):
   tokens = np.tile(calib.tokens, (2, 1))[:5]
   for chunk, length, sizes in ((3, 32, [3, 2]), (4, 32, [4, 1]), (4, 24, [4, 1])):

@@ -249,6 +249,7 @@ def test_lengths_are_by_default_what_the_model_holds():
   assert options.length == 2048 and not hasattr(options, "window_length")
 
 
+@pytest.mark.slow
 def test_the_embedded_text_holds_the_default_sample():
   tokenizer = models.load_tokenizer()
   tokens = subjects.CalibrationSample(sequences=shared.EMBEDDED_SEQUENCES).load(

@@ -46,6 +46,7 @@ def command(saved, out, form, *extra):
   return ["export", saved[0], "--format", form, "--out", out, *data, *extra]
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
   out = tmp_path / "out"
   export_ = command(saved, out, "compressed-tensors")
@@ -92,6 +93,7 @@ def test_windows_are_as_long_as_the_model_allows_where_nobody_says(
   assert stages[-2:] == ["export, perplexity, checkpoint", "export, writing"]
 
 
+@pytest.mark.slow
 def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
   first, second = tmp_path / "transforms", tmp_path / "state"
   extra = ("--windows", 0)
@@ -110,6 +112,7 @@ def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
   assert isinstance(settings, dict)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_needs_that_of_the_float_model(
   saved, tmp_path, mxjax, refuses, tiny_params, tiny_config
 ):
@@ -140,6 +143,7 @@ def test_a_gguf_file_needs_that_of_the_float_model(
   ]
 
 
+@pytest.mark.slow
 def test_what_the_format_has_or_the_model_lacks_is_not_dropped(
   saved, tmp_path, refuses
 ):

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.mxjax.cli import square
 
 PROCESSES = int(os.environ.get("PARALLEL_PROCESSES", "2"))
@@ -29,6 +31,7 @@ run(
 """
 
 
+@pytest.mark.slow
 def test_many_at_once_give_one_result(tmp_path):
   model, caches = square.write(tmp_path / "model"), tmp_path / "caches"
   started = [

@@ -1,5 +1,7 @@
 """Discovery tables from `mxjax reproduce`, in the synthetic world."""
 
+import pytest
+
 from mxjax.cli import main as cli
 from mxjax.cli import reproducing
 from mxjax.discovery.studies import study
@@ -13,6 +15,7 @@ def main(*words):
   return cli.main(["reproduce", *words])
 
 
+@pytest.mark.slow
 def test_a_study_becomes_tables_beside_the_papers_and_a_picture(tmp_path, capsys):
   assert main("matched", "--out", str(tmp_path), *WORDS) == 0
   folder = tmp_path / "discovery"
@@ -46,6 +49,7 @@ def test_all_holds_the_studies_if_it_is_said_what_they_search(tmp_path, monkeypa
   assert asked[-2:] == [["replay"], "stages,edits"]
 
 
+@pytest.mark.slow
 def test_a_failing_study_costs_itself(tmp_path, monkeypatch, capsys):
   conduct = study.conduct
 

@@ -55,6 +55,7 @@ def test_the_processors_instructions_decide(flags, has, tmp_path):
   assert implementations.has_bfloat16_products(file) == has
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", [1, 48])
 def test_the_reference_sums_exact_products_in_float32(outputs):
   rng = np.random.default_rng(2)

@@ -149,6 +149,7 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left(caplog):
 Device = collections.namedtuple("Device", "platform compute_capability device_kind")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "platform, capability, error, chosen",
   [

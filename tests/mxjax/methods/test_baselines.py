@@ -226,6 +226,7 @@ def test_spinquant_learns_orthogonal_rotations(tiny_model, tiny_params, tiny_tok
   assert relative_error(logits, exact) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["spinquant", "focus"])
 def test_layerwise_gradients_are_those_of_the_whole_model(
   which, tiny_model, tiny_params, tiny_tokens

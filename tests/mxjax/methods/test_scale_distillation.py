@@ -140,6 +140,7 @@ def test_structured_maps_of_single_blocks_become_dense():
   assert input_maps.scaled(halves, factor).matrix.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_method_whose_map_mixes_blocks_is_refused_at_its_first_layer(
   tiny_params, calib
 ):
@@ -275,6 +276,7 @@ def test_labels_are_learned_beside_the_divergence(
   assert told[0.0][-1] != told[1.0][-1]
 
 
+@pytest.mark.slow
 def test_the_record_has_every_step(whole, tiny_model):
   record = whole.record.to_dict()["tuning"]
   assert len(record["divergence"]) == len(record["order"]) == 8

@@ -6,6 +6,7 @@ import mxjax
 from tests.mxjax.quantized import assert_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "chunk"),
   [

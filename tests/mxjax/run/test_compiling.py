@@ -57,6 +57,7 @@ def test_linears_of_each_shape_are_compiled_in_other_threads(built, monkeypatch)
   assert left + moved <= here + 5
 
 
+@pytest.mark.slow
 def test_what_a_linear_raises_it_raises_in_its_turn(built, monkeypatch):
   told = []
 

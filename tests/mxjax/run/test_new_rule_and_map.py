@@ -67,6 +67,7 @@ class Toy(Program):
     return Realization(codes, Damped(jnp.full(len(weight), 0.75, jnp.float32)))
 
 
+@pytest.mark.slow
 def test_they_are_quantized_restored_run_and_audited(
   tiny_params, tiny_tokens, tmp_path
 ):

@@ -225,6 +225,7 @@ def test_a_replay_that_does_not_repeat_its_bits_is_refused(deep, tmp_path, monke
     run(*deep, folder, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "method",
   [
@@ -270,6 +271,7 @@ t.run(params, mxjax.Calibration(model, tokens), sys.argv[1], on_progress=told)
 """
 
 
+@pytest.mark.slow
 def test_killed_while_a_layer_is_written_behind_the_next(deep, tmp_path):
   """SIGKILL in the thread that writes layer 1, while layer 2 is quantized."""
   folder, root = tmp_path / "run", pathlib.Path(__file__).parents[3]

@@ -215,6 +215,7 @@ def test_exports_leave_inputs_as_they_are(
   assert all("inputs_float" in buffers for buffers in linears.values())
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_what_a4_costs(tiny_model, tiny_params, tmp_path):
   subject = Subject(tiny_model, tiny_params, {"text": TOKENS}, with_agreement=True)
   names = "gptq", "gptq:activations=float"

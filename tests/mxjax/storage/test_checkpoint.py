@@ -58,6 +58,7 @@ def test_round_trip_is_bit_for_bit(params, stored):
   assert models.ModelConfig.from_dict(config) == CONFIG
 
 
+@pytest.mark.slow
 def test_portions_and_split_weights_change_nothing(params, tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 2**10)
   monkeypatch.setattr(checkpoint_arrays, "BATCH_BYTES", 2**16)
@@ -174,6 +175,7 @@ def test_what_no_checkpoint_can_hold_is_named(tree, message, tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_arrays_that_changed_are_named(params, stored, tmp_path):
   path = "layers_0/self_attn/q_proj/weight"
   tensor = at(params, path).weight
@@ -190,6 +192,7 @@ def test_arrays_that_changed_are_named(params, stored, tmp_path):
   checkpoint.restore_checkpoint(second, verify=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGES)
 def test_every_damaged_file_is_named(saved, how):
   names = list(checkpoint.read_manifest(saved)["files"])
@@ -227,6 +230,7 @@ def test_a_damaged_manifest_is_one_sentence(saved, harm, message):
     checkpoint.restore_checkpoint(saved)
 
 
+@pytest.mark.slow
 def test_a_shape_or_rules_that_are_not_the_stored_ones_are_named(saved):
   manifest = checkpoint.read_manifest(saved)
   path = next(name for name in manifest["arrays"] if name.endswith("/codes"))

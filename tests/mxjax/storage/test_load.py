@@ -49,6 +49,7 @@ def elsewhere(tmp_path_factory, tiny_model, tiny_hires, tiny_tokens):
   return here, there, program.mlir_module(), json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_runs_on_sharded_tokens(elsewhere):
   here, there, _, (devices, committed) = elsewhere
   assert devices == 4 and not committed

@@ -42,6 +42,7 @@ def test_the_kernel_equals_exact_products_summed(rows, outputs, width, splits):
   np.testing.assert_array_equal(got, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rows", "width", "wanted", "dtype"),
   [
@@ -69,6 +70,7 @@ def test_a_product_without_partial_sums_adds_to_a_residual(rows, width, wanted, 
   np.testing.assert_array_equal(run([added]), want.astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["xla", "interpret"])
 def test_a_linear_adds_to_a_residual_by_whatever_multiplies(kind):
   weight = QuantizedLinear(packed(40, 1024, -3, 3), None, Nearest())
@@ -122,6 +124,7 @@ def test_multiprocessors_get_at_most_eight_programs(outputs, width, splits):
   assert Tile.of(outputs, width).splits == splits
 
 
+@pytest.mark.slow
 def test_linears_of_one_launch_are_those_of_one_each():
   inputs = [packed(2, 192, -9, 9, seed=s) for s in (0, 1, 2)]
   weights = [packed(m, 192, -9, 9, seed=m) for m in (70, 32, 5)]

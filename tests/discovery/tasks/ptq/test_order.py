@@ -81,6 +81,7 @@ def solve(step, input_sums, weight_sums, curvature, state):
 """
 
 
+@pytest.mark.slow
 def test_the_papers_verdict_guided_update_runs_as_it_is_written(executor):
   parent = measured(executor, SOURCE)
   control = measured(executor, SOURCE, kind="permute", part="mlp")

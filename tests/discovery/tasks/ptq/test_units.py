@@ -473,6 +473,7 @@ def test_a_full_memory_of_units_keeps_nothing_more(monkeypatch):
   assert len(known._results) == 2
 
 
+@pytest.mark.slow
 def test_no_call_is_told_what_another_call_encoded(monkeypatch):
   task = ptq.PtqTask(
     model="random:0", calibration=[8, 32], windows=[2, 32], objective="kl"
