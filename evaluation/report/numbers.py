@@ -33,7 +33,11 @@ def about(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-  """Formats seconds, or minutes and hours if long."""
+  """Formats seconds, or minutes and hours if long, milli- and microseconds if short."""
+  if 0 < value < 1e-3:
+    return f"{1e6 * value:.3g} µs"
+  if 0 < value < 0.1:
+    return f"{1e3 * value:.3g} ms"
   if value < 120:
     return f"{value:.3g} s"
   return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"

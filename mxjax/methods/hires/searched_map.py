@@ -12,6 +12,7 @@ import numpy as np
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
+from mxjax.errors import FloatingPointRefusal
 from mxjax.methods.hires import stage1
 from mxjax.methods.program import Shaping
 from mxjax.numerics import mxfp4
@@ -45,6 +46,9 @@ def shape(
   Returns:
     The map, float32 `[blocks, 32, 32]`, and its record: by block the number of the
     chosen candidate, and J_k of the first and of the chosen one.
+
+  Raises:
+    FloatingPointError: No candidate of a block has a finite J_k.
   """
   moment = inputs.moment()
   output = stage1.output_moment(weight, inputs, stage1.weight_moments(weight))
@@ -64,8 +68,18 @@ def shape(
     )
   )
   measured = np.asarray(losses)
+  is_finite = np.isfinite(measured)
+  if not (has_map := is_finite.any(0)).all():
+    lost = np.flatnonzero(~has_map)
+    raise FloatingPointRefusal(
+      f"map search: block {lost[0]}",
+      expected=f"a finite rounding error of one of {len(measured)} maps at least",
+      got=f"none, in {len(lost)} of {len(has_map)} blocks",
+      mend="look for inputs or weights that overflow float32 when squared, or name the "
+      "method without candidates",
+    )
   # A candidate that overflows is never chosen; argmin would take NaN for the least.
-  chosen = np.where(np.isfinite(measured), measured, np.inf).argmin(0)
+  chosen = np.where(is_finite, measured, np.inf).argmin(0)
   matrix = _installed(turned[chosen], phases[chosen], axes)
   record = {
     "map_candidate": chosen.tolist(),

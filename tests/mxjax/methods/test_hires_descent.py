@@ -11,6 +11,7 @@ from mxjax import methods
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.linear import linear as apply_linear
+from mxjax.methods.hires import searched_map
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import two_sided
@@ -175,6 +176,25 @@ def test_each_block_takes_the_candidate_with_the_smallest_error(calibrated, floa
   fewer, others = dataclasses.replace(SEARCHED, candidates=last).shape(blocks, inputs)
   assert np.asarray(others["map_losses"])[1, place] > best[place]
   assert np.abs(fewer.matrix - found.matrix)[place].max() > 1e-3
+
+
+def test_a_map_without_a_finite_error_is_never_chosen(calibrated, float64, monkeypatch):
+  weight, inputs, _ = calibrated
+  blocks = mxfp4.weight_blocks(weight)
+  measure = searched_map.map_search.losses
+
+  def overflowing(*arguments, **named):
+    losses = measure(*arguments, **named)
+    return losses.at[0].set(np.nan).at[1:, 0].set(last)
+
+  monkeypatch.setattr(searched_map.map_search, "losses", overflowing)
+  last = 1.0
+  _, record = SEARCHED.shape(blocks, inputs)
+  assert 0 not in record["map_candidate"]
+  # Of the first block nothing is left.
+  last = np.inf
+  with pytest.raises(FloatingPointError, match="block 0: .* 24 maps .* none, in 1 of"):
+    SEARCHED.shape(blocks, inputs)
 
 
 def test_searched_maps_lower_the_error_of_the_outputs(calibrated, float64):
