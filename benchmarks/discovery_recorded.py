@@ -1,10 +1,9 @@
-"""The best programs of two recorded runs beside HiRes, WUSH and GPTQ as programs.
+"""The best programs of a recorded run beside HiRes, WUSH and GPTQ as programs.
 
   python benchmarks/discovery_recorded.py [--data ../shared/data] [--windows 64]
 
-The runs are `tests/golden/ptq_by_a_model` and, in the table "second run",
-`ptq_again_by_a_model` beside it; the best programs after some numbers of calls are in
-their `champions.json`. Both have one task. Each program is fitted twice to the 8 calibration
+The run is `tests/golden/ptq_by_a_model`, and its best programs after some numbers of
+calls are in `champions.json` there. Each program is fitted twice to the 8 calibration
 sequences of 128 tokens of the run's task. On the model of the task, KL is measured on
 the text by which the search chose; on a model that no program of the run saw, it is
 measured on the first windows of 128 tokens of WikiText-2's test text.
@@ -34,9 +33,7 @@ from mxjax.discovery.tasks.ptq import programs
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.models.loading import embedded
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "tests" / "golden"
-RECORDED = GOLDEN / "ptq_by_a_model"
-AGAIN = GOLDEN / "ptq_again_by_a_model"
+RECORDED = pathlib.Path(__file__).parents[1] / "tests" / "golden" / "ptq_by_a_model"
 REFERENCES = "gptq", "wush", "hires"
 PORTED = "map-search"
 PORTED_ROW = f"{PORTED}, the method of the library"
@@ -48,10 +45,8 @@ RULED = ", rounding activations as hires does"
 
 def sources():
   """Source of each program by its name in the table."""
-  best = {}
-  for folder, run in (RECORDED, ""), (AGAIN, "second run: "):
-    for name, text in json.loads((folder / "champions.json").read_text()).items():
-      best[f"{run}best after {name.split()[1]} calls"] = text
+  kept = json.loads((RECORDED / "champions.json").read_text())
+  best = {f"best after {name.split()[1]} calls": text for name, text in kept.items()}
   ruled = {f"{name}{RULED}": text for name, text in best.items()}
   return {name: programs.source(name) for name in REFERENCES} | best | ruled
 
@@ -109,9 +104,8 @@ def main():
   digests = {name: digest(source) for name, source in by_name.items()}
   known = {"windows": options.windows, "programs": digests}
   earlier = common.read(options.out, {**known, "rows": []})
-  before = earlier["programs"] if earlier["windows"] == options.windows else {}
-  is_as_before = lambda name: name == PORTED_ROW or before[name] == digests.get(name)
-  rows = [row for row in earlier["rows"] if before and is_as_before(row["program"])]
+  is_same = all(earlier[key] == value for key, value in known.items())
+  rows = earlier["rows"] if is_same else []
   done = {(row["model"], row["program"]) for row in rows}
   made = common.stamp()
   by_rule = {
