@@ -69,12 +69,11 @@ def shape(
   )
   measured = np.asarray(losses)
   is_finite = np.isfinite(measured)
-  if not (has_map := is_finite.any(0)).all():
-    lost = np.flatnonzero(~has_map)
+  if (lost := np.flatnonzero(~is_finite.any(0))).size:
     raise FloatingPointRefusal(
       f"map search: block {lost[0]}",
       expected=f"a finite rounding error of one of {len(measured)} maps at least",
-      got=f"none, in {len(lost)} of {len(has_map)} blocks",
+      got=f"none, in {lost.size} of {measured.shape[1]} blocks",
       mend="look for inputs or weights that overflow float32 when squared, or name the "
       "method without candidates",
     )
