@@ -29,7 +29,7 @@ import common
 import jax
 import scipy
 
-from mxjax.discovery.studies import study, tables
+from mxjax.discovery.studies import arms, study, tables
 from mxjax.evaluation.report.tables import markdown
 
 SEEDS, PAYOFF_SEEDS = tuple(range(301, 309)), tuple(range(201, 209))
@@ -136,9 +136,7 @@ def conduct(options):
   )
   held = study.Folder(folder, made)
   result = results_of(options.world)
-  every = [name for name in study.STUDIES if not name.startswith("payoff")]
-  if is_payoff:
-    every = ["payoff"]
+  every = ["payoff"] if is_payoff else arms.PAPER_STUDIES
   for name in options.studies or every:
     # A payoff is written seed by seed, by several processes or at several times.
     parts = [[n] for n in options.only or made.seeds] if is_payoff else [options.only]

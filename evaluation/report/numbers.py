@@ -34,7 +34,8 @@ def about(value: float) -> str:
 
 def seconds(value: float) -> str:
   """Formats seconds, or minutes and hours if long, milli- and microseconds if short."""
-  if 0 < value < 1e-3:
+  # What rounds to 1,000 of a unit is one of the next.
+  if 0 < value < 999.5e-6:
     return f"{1e6 * value:.3g} µs"
   if 0 < value < 0.1:
     return f"{1e3 * value:.3g} ms"

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from mxjax.cli.main import main
-from mxjax.discovery.core import identity
+from mxjax.discovery.core import identity, task
 from mxjax.discovery.studies import trial
+from mxjax.discovery.tasks.world import CHAOS
 
 RESULTS = pathlib.Path(__file__).parents[3] / "benchmarks" / "results"
 ARCHIVES = sorted(RESULTS.glob("discovery_trial_*.tar.xz"))
@@ -67,6 +68,26 @@ def test_what_the_page_tells_of_ten_calls_is_in_the_archive(tmp_path):
       score = (folder / "heldout" / "scores" / f"{world}-{arm}.json").read_text()
       calls, value = json.loads(score)["value"]["marks"][0]
       assert (calls, f"{value:.3f}") == (10, shown)
+
+
+def test_what_the_page_tells_of_the_stopped_trial_is_in_its_archive(tmp_path):
+  folder = trial.unpack(RESULTS / "discovery_trial_replay_pilot.tar.xz", tmp_path)
+  page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
+  plan = trial.read_plan(folder)
+  ends = {}
+  for file in folder.glob("heldout/scores/*.json"):
+    name, arm = file.stem.rsplit("-", 1)
+    value = json.loads(file.read_text())["value"]["marks"][-1][1]
+    ends[name, arm] = value, task.load(plan["tasks"][name]).holdout().ideal()
+  told = re.search(
+    r"give (\S+) on\s+the other draw, .* at (\S+) and the arm with text at (\S+),", page
+  )
+  one, ideal = ends.pop(("world-3", "quantforge"))
+  two, _ = ends.pop(("world-3", "text"))
+  assert told and told.groups() == tuple(f"{v:.3f}" for v in (ideal, one, two))
+  assert len(ends) == 5
+  # The others ended there but for the chaos of a reading.
+  assert all(abs(value - ideal) <= CHAOS for value, ideal in ends.values())
 
 
 def test_every_run_with_controls_met_luck_by_a_redraw(tmp_path):

@@ -144,8 +144,8 @@ MEASURED = {"agreement": {"kl_mean": 0.1234, "flips": 0.0875}, "seconds": 300.0}
 
 
 def test_seconds_have_the_unit_of_their_size():
-  spans = 0, 7.13e-5, 0.0421, 0.5, 119, 600, 7200
-  told = ["0 s", "71.3 µs", "42.1 ms", "0.5 s", "119 s", "10 min", "2 h"]
+  spans = 0, 7.13e-5, 9.996e-4, 0.0421, 0.5, 119, 600, 7200
+  told = ["0 s", "71.3 µs", "1 ms", "42.1 ms", "0.5 s", "119 s", "10 min", "2 h"]
   assert [numbers.seconds(span) for span in spans] == told
 
 
