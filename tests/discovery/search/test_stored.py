@@ -62,6 +62,18 @@ def test_a_changed_result_is_found_and_no_run_goes_on_with_it(
   assert all(any(name in told for told in complaints) for name in files)
 
 
+def test_a_digit_that_reads_as_the_same_number_is_a_change_too(tmp_path):
+  kept = store.Store(tmp_path)
+  kept.put("outcomes", "a", {"loss": 0.30000000000000004})
+  path = tmp_path / "outcomes" / "a.json"
+  text = path.read_text()
+  changed = text.replace("0.30000000000000004", "0.30000000000000005")
+  assert changed != text and json.loads(changed) == json.loads(text)
+  path.write_text(changed)
+  with pytest.raises(ValueError, match="changed since"):
+    kept.get("outcomes", "a")
+
+
 def test_an_outcome_of_another_run_is_found(finished, tmp_path):
   """Its digest holds, and its values are not those of the log."""
   folder = copied(finished, tmp_path)
