@@ -54,7 +54,9 @@ class LocalExecutor:
         computation[hook.name] = self._hooks[keys[hook.name]] = lowered
         self.artifacts.add(lowered, hook.name, packed)
     except RefusedError as error:
-      return Traced(Status.REFUSED, detail=str(error))
+      # In the words of the gate behind walls: a prompt may tell them, and its replay
+      # without walls is to be the same prompt.
+      return Traced(Status.REFUSED, detail=status_of(error)[1])
     except Exception as error:  # noqa: BLE001
       # An exception of candidate code is a result of the candidate, not an error of
       # ours.

@@ -24,6 +24,7 @@ from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.sandbox import answers, jail, supervisor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
@@ -480,6 +481,23 @@ def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_prop
     observed(record_property, name, "strict", status, charged, remains() - before)
   assert spent == {n: (status, cost) for n, (_, status, cost) in RUN_PROBES.items()}
   assert events[-1]["reason"] == "proposer: the script is over"
+
+
+LONG = (
+  HEADER + "def geometry(x):\n  for _ in range(4001):\n    x = x + 1\n  return x\n"
+)
+
+
+@pytest.mark.parametrize("source", [LONG, HEADER + "def geometry(x):\n  return x[:3]\n"])
+def test_a_refusal_has_the_same_words_with_walls_and_without(tmp_path, source):
+  """A prompt may tell them, and its replay without walls is to be the same prompt."""
+  executor = JailedExecutor(TASK, store.Store(tmp_path), trace_limits=LIMITS)
+  others = [h.default for h in TASK.interface.hooks if h.name != "geometry"]
+  source = "\n".join([source, *others])
+  jailed = executor.trace(source)
+  executor.close()
+  assert jailed.status in (Status.REFUSED, Status.TRACE_FAILED)
+  assert LocalExecutor(TASK).trace(source) == jailed
 
 
 def test_a_level_that_cannot_be_had_is_an_error_not_a_weaker_jail(monkeypatch):
