@@ -152,7 +152,10 @@ class HiResDescent(Program):
     )
 
   def _searched(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
-    changes = self.changes or int(self.rounding != "nearest")
+    changes: int | None = self.changes or int(self.rounding != "nearest")
+    if self.activations == "float":
+      # Inputs that are not rounded have no error that a map could lower.
+      changes = None
     return searched_map.shape(
       weight,
       inputs,

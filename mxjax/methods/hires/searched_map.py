@@ -29,7 +29,7 @@ def shape(
   chart: stage1.Chart,
   max_condition: float,
   candidates: int,
-  changes: int,
+  changes: int | None,
   rules: mxfp4.Rules,
 ) -> Shaping:
   """Finds the map of a linear: for each block the candidate with the smallest J_k.
@@ -40,7 +40,8 @@ def shape(
     chart: The chart whose principal axes the candidates spread.
     max_condition: The chart's largest condition number.
     candidates: Number of maps that are measured, at least 1.
-    changes: Codes of a block that the activations' rule changes; 0 is nearest.
+    changes: Codes of a block that the activations' rule changes; 0 is nearest, and
+      None leaves inputs as they are.
     rules: Codec rules of that rule.
 
   Returns:

@@ -105,7 +105,7 @@ def losses(
   weight_moment: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
   *,
-  changes: int = 1,
+  changes: int | None = 1,
 ) -> jax.Array:
   """Computes J_k of every candidate and block, float64 `[count, blocks]`.
 
@@ -119,7 +119,8 @@ def losses(
     activation_moment: A, float64 `[blocks, 32, 32]`, in native coordinates.
     weight_moment: B, in the same form.
     rules: Codec rules of the inputs; weights share that of ties.
-    changes: Codes that the activations' rule changes, see `few_codes`; 0 is nearest.
+    changes: Codes that the activations' rule changes, see `few_codes`; 0 is nearest,
+      and None leaves inputs as they are, so that J_k has the error of weights alone.
   """
 
   def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -131,8 +132,10 @@ def losses(
     )
     mapped = block_products(matrix.astype(jnp.float32), inputs)
     folded = block_products(fold.astype(jnp.float32), weight)
-    of_inputs = _input_loss(mapped, gram, rules, changes)
     of_weight = weight_loss(folded, moment, rules)
+    if changes is None:
+      return of_weight
+    of_inputs = _input_loss(mapped, gram, rules, changes)
     # Two errors that are not correlated: their squares add up in the outputs.
     return of_inputs + of_weight
 

@@ -137,3 +137,17 @@ def test_the_loss_of_inputs_is_that_of_the_rule(problem, axes):
   )
   nearest, one, two = (of(changes) for changes in (0, 1, 2))
   assert (one < nearest).all() and (two < one).all()
+
+
+def test_inputs_that_are_not_rounded_have_no_part_of_the_loss(problem, axes):
+  x, weight, *moments = problem
+  turned, phases = map_search.turns(2)
+  of = lambda inputs, changes: np.asarray(
+    map_search.losses(
+      turned, phases, *axes[1:], inputs, weight, *moments, changes=changes
+    )
+  )
+  alone = of(x, None)
+  np.testing.assert_array_equal(alone, of(3 * x, None))
+  np.testing.assert_array_equal(alone, of(jnp.zeros_like(x), 0))
+  assert (alone < of(x, 2)).all()
