@@ -483,12 +483,12 @@ def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_prop
   assert events[-1]["reason"] == "proposer: the script is over"
 
 
-LONG = (
-  HEADER + "def geometry(x):\n  for _ in range(4001):\n    x = x + 1\n  return x\n"
+LONG = HEADER + "def geometry(x):\n  for _ in range(4001):\n    x = x + 1\n  return x\n"
+
+
+@pytest.mark.parametrize(
+  "source", [LONG, HEADER + "def geometry(x):\n  return x[:3]\n"]
 )
-
-
-@pytest.mark.parametrize("source", [LONG, HEADER + "def geometry(x):\n  return x[:3]\n"])
 def test_a_refusal_has_the_same_words_with_walls_and_without(tmp_path, source):
   """A prompt may tell them, and its replay without walls is to be the same prompt."""
   executor = JailedExecutor(TASK, store.Store(tmp_path), trace_limits=LIMITS)
