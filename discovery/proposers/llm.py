@@ -339,7 +339,10 @@ class LlmProposer:
         if answer.ask and asks < ASKS and not context.overspends(usage):
           asks += 1
           told = context.ask(proposal.source, answer.ask)
-          told += " Now answer again, with this program or another, without `ask`."
+          told += " Now answer again, with this program or another, "
+          told += (
+            "and `ask` once more if you must." if asks < ASKS else "without `ask`."
+          )
           if (more := self._turn(context, messages, reply.text, told)) is not None:
             messages = more
             continue

@@ -56,7 +56,7 @@ class LocalExecutor:
     except RefusedError as error:
       # In the words of the gate behind walls: a prompt may tell them, and its replay
       # without walls is to be the same prompt.
-      return Traced(Status.REFUSED, detail=status_of(error)[1])
+      return Traced(Status.REFUSED, detail=str(error)[:1000])
     except Exception as error:  # noqa: BLE001
       # An exception of candidate code is a result of the candidate, not an error of
       # ours.

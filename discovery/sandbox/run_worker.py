@@ -183,7 +183,8 @@ def main() -> None:
       # The supervisor turns this into a status; the message becomes its detail.
       status, detail = status_of(error)
       if request["kind"] == "gate" and status == Status.CONTRACT:
-        status = Status.REFUSED
+        # A model may be told why: no class of ours is a reason.
+        status, detail = Status.REFUSED, str(error)[:1000]
       answer = {"status": status, "detail": detail}
     frames.write(replies, [json.dumps(answer, allow_nan=True).encode(), payload])
     # What comes between two calls is charged to neither.

@@ -31,10 +31,10 @@ class FreeProxy:
     prepared = [proxy.prepare(text) for text in (source, parent)]
     for each in prepared:
       if each.call is None:
-        return f"The proxy cannot run it: {each.status}: {each.detail}."
+        return f"The proxy cannot run it: {each.status}: {each.detail.rstrip('.')}."
     mine, theirs = proxy.measure(*(each.full_call for each in prepared))
     if mine.status != Status.OK:
-      return f"The proxy ended {mine.status}: {mine.detail}."
+      return f"The proxy ended {mine.status}: {mine.detail.rstrip('.')}."
     parts = {*mine.parts.get(proxy.task.target, {})}
     if part not in EVERYTHING and not any(part in name for name in parts):
       return (

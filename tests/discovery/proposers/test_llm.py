@@ -284,8 +284,12 @@ def test_the_free_proxy_answers_before_the_program_is_proposed(tmp_path):
       assert "0.5" in source and "0.5" not in parent
       return f"The proxy says 7 of {part}."
 
-  running, model, events = run(tmp_path, answer(ask="q_proj"), answer(), ask=Asked())
-  assert model.told[1].startswith("The proxy says 7 of q_proj. Now answer again")
+  asking = answer(ask="q_proj")
+  running, model, events = run(tmp_path, asking, asking, answer(), ask=Asked())
+  for told in model.told[1:3]:
+    assert told.startswith("The proxy says 7 of q_proj. Now answer again")
+  # A second question is allowed, and a third is not.
+  assert [told.endswith("without `ask`.") for told in model.told[1:3]] == [False, True]
   assert running.ledger.spent == 3
   assert not events["refused"]
 

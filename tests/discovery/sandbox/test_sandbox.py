@@ -491,13 +491,14 @@ LONG = HEADER + "def geometry(x):\n  for _ in range(4001):\n    x = x + 1\n  ret
 )
 def test_a_refusal_has_the_same_words_with_walls_and_without(tmp_path, source):
   """A prompt may tell them, and its replay without walls is to be the same prompt."""
-  executor = JailedExecutor(TASK, store.Store(tmp_path), trace_limits=LIMITS)
+  executor = JailedExecutor(TASK, store.Store(tmp_path))
   others = [h.default for h in TASK.interface.hooks if h.name != "geometry"]
   source = "\n".join([source, *others])
   jailed = executor.trace(source)
   executor.close()
   assert jailed.status in (Status.REFUSED, Status.TRACE_FAILED)
   assert LocalExecutor(TASK).trace(source) == jailed
+  assert "RefusedError" not in jailed.detail
 
 
 def test_a_level_that_cannot_be_had_is_an_error_not_a_weaker_jail(monkeypatch):
