@@ -121,6 +121,8 @@ class Interface:
     header: Imports at the top of the default program.
     plan_docs: What each plan key decides, for people and prompts.
     sizes: Sizes of the units of the task's data, by the names in its hooks' shapes.
+    frozen: Names of hooks that were left out: trusted code does there what it does for
+      every program, and a function of such a name would never be called.
   """
 
   hooks: tuple[Hook, ...]
@@ -132,6 +134,7 @@ class Interface:
   )
   header: str = "import jax\nimport jax.numpy as jnp\n"
   sizes: Sizes = ({},)
+  frozen: tuple[str, ...] = ()
 
   def hook(self, name: str) -> Hook:
     """Returns the hook with this name.
@@ -152,7 +155,7 @@ class Interface:
   def without(self, names: Collection[str]) -> "Interface":
     """Returns the interface without some hooks."""
     hooks = tuple(hook for hook in self.hooks if hook.name not in names)
-    return dataclasses.replace(self, hooks=hooks)
+    return dataclasses.replace(self, hooks=hooks, frozen=(*self.frozen, *names))
 
   @property
   def names(self) -> tuple[str, ...]:

@@ -7,10 +7,13 @@ from typing import Any, Literal
 from mxjax.discovery.core import identity, interventions
 from mxjax.discovery.core.candidate_source import (
   RejectedError,
+  changed_definitions,
+  definitions,
   graft,
   with_functions,
   with_plan,
 )
+from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
@@ -323,6 +326,10 @@ def unfit(
   """
   if prepared.call is None:
     return prepared.status, prepared.detail
+  interface = evaluator.task.interface
+  made = changed_definitions(selection.parent.source, prepared.source)
+  if idle := _frozen(made, interface):
+    return Status.REJECTED, f"program: {idle}"
   banned = forbidden(selection, prepared, evaluator)
   if banned is not None and checker != "none":
     told = f"{banned.label} was {banned.verdict}: {banned.response} it"
@@ -333,6 +340,14 @@ def unfit(
     if other.exec_id == own.exec_id and other.id not in known:
       return "duplicate", f"it executes the same as {other.id[:12]}"
   return None
+
+
+def _frozen(names: Iterable[str], interface: Interface) -> str:
+  """Says which of some functions have names of hooks that the task decides itself."""
+  if not (idle := [name for name in interface.frozen if name in {*names}]):
+    return ""
+  told = ", ".join(idle)
+  return f"{told} is no hook of this task and would never be called; leave it out."
 
 
 def _checked(proposal: Proposal, task: Task) -> Proposal:
@@ -562,6 +577,8 @@ def _program(
     source = prepared.source
     if code := intervention.get("code"):
       source = with_functions(source, code)
+      if idle := _frozen(definitions(code), evaluator.task.interface):
+        raise RefusedQuestionError(f"{told}: {idle}")
     if plan := intervention.get("plan"):
       source = with_plan(source, plan)
   except (RejectedError, ValueError, SyntaxError, RecursionError) as error:

@@ -283,6 +283,24 @@ def measure_mlp(gate, up, gate_target, up_target, down, index):
 
 CHANNEL = ("index", "peak", "reader", "square", "writer")
 
+TABLES = (
+  "With D_c = W_c - W^_c for block c, the linear's "
+  "output error is the sum over all blocks of W^_c e_c - D_c x_c, so what block b "
+  "adds to its square is e' gram e - 2 e' W^' (sum over all c of D_c x_c), up to "
+  "what no code changes and but for products with the errors e_c of other blocks. "
+  "A block cannot see x_c of another, which leaves two forms of cross. Plan "
+  "realized: gram = W^'W^ and cross = W^'(W - W^), summed over rows: the term "
+  "c = b alone. It leaves out that later weights have made up for the errors of "
+  "earlier ones, as encode_linear may do, so to follow it in full undoes that as "
+  "well, and a share of it does better. Plan expected: the same gram, and cross = "
+  "W^' (sum over c of D_c H_cb) inv(H_bb), H = the mean of x x' over calibration "
+  "tokens: all terms, as far as the x of this block foretells them. It leaves out "
+  "what this block says nothing of, and that other blocks may undo the same error. "
+  "Plan float: gram = W'W, cross = 0. Plan measured: both as by the hook tables, "
+  "which is told one block."
+)
+"""What activations are rounded by, under each value of the plan key `tables`."""
+
 HOOKS = (
   Hook(
     name="arrange",
@@ -363,20 +381,7 @@ HOOKS = (
     "  return nearest_codes(block, exponent), exponent\n",
     doc="Codes and exponent of the 32 activations x of one token in one block, in the "
     "coordinates of T. With e = (their decoded value) - x, choose codes of a low "
-    "e' gram e - 2 e' cross x. With D_c = W_c - W^_c for block c, the linear's "
-    "output error is the sum over all blocks of W^_c e_c - D_c x_c, so what block b "
-    "adds to its square is e' gram e - 2 e' W^' (sum over all c of D_c x_c), up to "
-    "what no code changes and but for products with the errors e_c of other blocks. "
-    "A block cannot see x_c of another, which leaves two forms of cross. Plan "
-    "realized: gram = W^'W^ and cross = W^'(W - W^), summed over rows: the term "
-    "c = b alone. It leaves out that later weights have made up for the errors of "
-    "earlier ones, as encode_linear may do, so to follow it in full undoes that as "
-    "well, and a share of it does better. Plan expected: the same gram, and cross = "
-    "W^' (sum over c of D_c H_cb) inv(H_bb), H = the mean of x x' over calibration "
-    "tokens: all terms, as far as the x of this block foretells them. It leaves out "
-    "what this block says nothing of, and that other blocks may undo the same error. "
-    "Plan float: gram = W'W, cross = 0. Plan measured: both as by the hook tables, "
-    "which is told one block. It runs on every block of every token that is "
+    f"e' gram e - 2 e' cross x. {TABLES} It runs on every block of every token that is "
     "scored, so its loops are what a call takes longest for.",
   ),
   *OF_LAYERS,
@@ -554,6 +559,67 @@ def encode_act(block, gram, cross):
   ],
 }
 """A whole answer to a first prompt, which a test executes."""
+
+ONE_CODE = (
+  "In this task trusted code rounds activations, by one rule for every program, and a "
+  "program decides its two tables alone, by PLAN tables and the hook tables. For the "
+  "32 activations x of a token in a block, in the coordinates of T, it takes the "
+  "nearest codes at block_exponent, and then changes one code of the 32, if that "
+  "lowers e' gram e - 2 e' cross x, e = (decoded value) - x: the one code, and its new "
+  f"value, that lower it most. {TABLES}"
+)
+"""What a task with `activation_rule` one_code is told in the place of a hook."""
+WITHOUT_ENCODE_ACT = (
+  (
+    "encode_weight and encode_act on 128 rows or tokens of a block at once",
+    "encode_weight on 128 rows of a block at once",
+  ),
+  ("`gram`, `cross`, `curvature` and `state`", "`curvature` and `state`"),
+  ("that encode_act is given", "that activations are rounded by"),
+  ("what encode_act is told", "what activations are rounded by"),
+  ("that encode_act chose", "that the rule chose"),
+  ("; judge encode_act by operator_error", "; judge tables by operator_error"),
+  ("encode_act or of a recovery", "PLAN tables or of a recovery"),
+)
+"""Words of the documents of this interface, and what stands there without the hook."""
+
+
+def without_encode_act(text: str) -> str:
+  """Returns a document as it is where trusted code rounds activations."""
+  for with_hook, without in WITHOUT_ENCODE_ACT:
+    text = text.replace(with_hook, without)
+  return text
+
+
+def _account(name: str, statement: str, symbol: str) -> dict[str, Any]:
+  predictions = {
+    "primary": {"operator_error": "down"},
+    "tables as before": {"operator_error": symbol},
+  }
+  return {"name": name, "statement": statement, "predictions": predictions}
+
+
+ONE_CODE_EXAMPLE: Mapping[str, Any] = {
+  "label": "the larger of two exponents where it costs less, and expected tables",
+  "note": "The floor rule clips weights above 6 times the scale, and activation codes "
+  "can undo a part of the errors of all blocks instead of those of their own.",
+  "code": EXAMPLE["code"].partition("\n\n\ndef encode_act")[0] + "\n",
+  "plan": {"tables": "expected"},
+  "declared": ["encode_weight", "tables"],
+  "residual": "operator_error",
+  "explanations": [
+    _account("both", "with the tables as before, a part of the gain is lost", "lost"),
+    _account("weights", "with the tables as before, the gain is kept", "kept"),
+  ],
+  "controls": [
+    {
+      "name": "tables as before",
+      "intervention": {"kind": "program", "without": ["tables"]},
+      "statement": "an ablation: the program without its second part",
+    }
+  ],
+}
+"""`EXAMPLE` for a task without encode_act; a test executes it as well."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": (*SHAPING, "balance"),

@@ -29,8 +29,11 @@ from mxjax.discovery.tasks.ptq.interface import (
   EXAMPLE,
   INTERFACE,
   OBSERVABLES,
+  ONE_CODE,
+  ONE_CODE_EXAMPLE,
   REGIMES,
   RESIDUALS,
+  without_encode_act,
 )
 from mxjax.discovery.tasks.ptq.options import Objective, PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
@@ -103,7 +106,18 @@ class PtqTask(Defaults):
   def interface(self) -> Interface:
     """The hooks, but those that the task freezes, at the sizes of its model."""
     left = INTERFACE.without(self.options.frozen_hooks)
-    return dataclasses.replace(left, sizes=self.options.sizes)
+    return dataclasses.replace(
+      left,
+      hooks=tuple(
+        dataclasses.replace(hook, doc=self._worded(hook.doc)) for hook in left.hooks
+      ),
+      plan_docs={key: self._worded(doc) for key, doc in left.plan_docs.items()},
+      sizes=self.options.sizes,
+    )
+
+  def _worded(self, text: str) -> str:
+    """Returns a document without the hook that the task may have frozen."""
+    return without_encode_act(text) if self.options.frozen_hooks else text
 
   @property
   def tests_luck(self) -> bool:
@@ -115,8 +129,9 @@ class PtqTask(Defaults):
     """What is quantized, and on how many tokens it is fitted and scored."""
     options, sizes = self.options, self.options.calibration
     rows = [f"{name} {each.rows}" for name, each in units.linears(options).items()]
+    rule = f" {ONE_CODE}" if options.frozen_hooks else ""
     return (
-      f"{DESCRIPTION} The model has {options.layer_count} layers, and its linears so "
+      f"{self._worded(DESCRIPTION)}{rule} The model has {options.layer_count} layers, and its linears so "
       f"many rows (outputs): {', '.join(rows)}. A candidate is "
       f"fitted on {sizes[0]} calibration sequences of {sizes[1]} tokens, and a primary "
       f"run scores {options.tokens_scored['primary']} tokens of another text, in "
@@ -133,7 +148,7 @@ class PtqTask(Defaults):
     if not self._scores_other_text:
       absent |= {OTHER_TEXT}
     absent -= {*options.margins}
-    return {k: v for k, v in OBSERVABLES.items() if k not in absent}
+    return {k: self._worded(v) for k, v in OBSERVABLES.items() if k not in absent}
 
   @property
   def _scores_other_text(self) -> bool:
@@ -142,9 +157,9 @@ class PtqTask(Defaults):
   @functools.cached_property
   def interventions(self) -> Interventions:
     """The controls; one on another text only where the task has one."""
-    known = interventions.INTERVENTIONS
+    known = interventions.without(self.options.frozen_hooks)
     return {
-      kind: each
+      kind: dataclasses.replace(each, doc=self._worded(each.doc))
       for kind, each in known.items()
       if kind != OTHER_TEXT or self._scores_other_text
     }
@@ -172,7 +187,10 @@ class PtqTask(Defaults):
     """The target of the float model, and with one of the two operands rounded."""
     return self.options.references
 
-  example = EXAMPLE
+  @property
+  def example(self) -> Mapping[str, Any]:
+    """A whole answer to a first prompt."""
+    return ONE_CODE_EXAMPLE if self.options.frozen_hooks else EXAMPLE
 
   @property
   def phases(self) -> Sequence[str]:

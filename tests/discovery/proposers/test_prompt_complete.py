@@ -25,10 +25,11 @@ MARGINS = {name: 0.01 for name in ptq.OBSERVABLES if not name.startswith("layer"
 OPTIONS = {"calibration": [8, 32], "windows": [2, 32], "margins": MARGINS}
 
 
-@pytest.fixture(params=["world", "lucky world", "ptq", "two files"])
+@pytest.fixture(params=["world", "lucky world", "ptq", "one code", "two files"])
 def task(request, tmp_path):
-  if request.param == "ptq":
-    return ptq.PtqTask(model="random:0", **OPTIONS)
+  if request.param in ("ptq", "one code"):
+    rule = "program" if request.param == "ptq" else "one_code"
+    return ptq.PtqTask(model="random:0", activation_rule=rule, **OPTIONS)
   if request.param == "two files":
     return task_.load({"task": str(own.write(tmp_path / "mine"))})
   return world.World(seed=3, luck=0.5 if "lucky" in request.param else 0.0)
@@ -205,6 +206,37 @@ def test_a_prompt_of_the_ptq_task_says_how_many_tokens_a_call_scores():
   assert "under jax.vmap, however many it maps over" in shown
 
 
+def test_a_hook_that_a_task_freezes_is_in_no_word_of_its_prompt():
+  """A model wrote one all the same, because the example and the documents named it."""
+  frozen = ptq.PtqTask(model="random:0", activation_rule="one_code", **OPTIONS)
+  assert "encode_act" not in text(frozen)
+  assert ptq.ONE_CODE in text(frozen)
+  assert "encode_act" in text(ptq.PtqTask(model="random:0", **OPTIONS))
+
+
+@pytest.mark.parametrize("in_control", [False, True])
+def test_a_function_named_as_a_frozen_hook_is_sent_back(tmp_path, in_control):
+  plain = ptq.PtqTask(
+    model="random:0", calibration=[8, 32], windows=[2, 32], activation_rule="one_code"
+  )
+  options = dataclasses.asdict(plain.options) | {
+    "margins": {"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9},
+    "initial": dict.fromkeys(ptq.RESIDUALS, 1e-9),
+  }
+  task = ptq.PtqTask(**options)
+  own = "\n\ndef encode_act(block, gram, cross):\n  return chosen(block)\n"
+  bad = dict(task.example)
+  if in_control:
+    control = {**bad["controls"][0], "intervention": {"kind": "program", "code": own}}
+    bad["controls"] = [control]
+  else:
+    bad["code"] += own
+  model = test_llm.Model(json.dumps(bad), json.dumps(task.example))
+  searching.run(tmp_path, task, llm.LlmProposer(model, task), budget=2, mark_every=2)
+  (told,) = model.told[1:2]
+  assert "encode_act is no hook of this task and would never be called" in told
+
+
 def test_long_tables_name_their_columns_once():
   layers = range(12)
   parts = {
@@ -221,12 +253,15 @@ def test_long_tables_name_their_columns_once():
   assert told == "layer_0 to layer_11 from +0 (layer_0) to +1.1 (layer_11)"
 
 
-@pytest.mark.parametrize("name", ["world", "lucky world", "ptq"])
+@pytest.mark.parametrize("name", ["world", "lucky world", "ptq", "one code"])
 def test_the_example_answer_is_a_whole_experiment(name, tmp_path):
   """Sent back as the first answer, it is accepted, runs, and has a verdict."""
   task = world.World(seed=3, luck=0.5 if name == "lucky world" else 0.0)
-  if name == "ptq":
-    plain = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
+  if "world" not in name:
+    rule = "program" if name == "ptq" else "one_code"
+    plain = ptq.PtqTask(
+      model="random:0", calibration=[8, 32], windows=[2, 32], activation_rule=rule
+    )
     initial = dict.fromkeys(ptq.RESIDUALS, 1e-9)
     margins = {"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9}
     options = dataclasses.asdict(plain.options)

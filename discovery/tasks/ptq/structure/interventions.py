@@ -1,7 +1,7 @@
 """How a candidate behaves in each linear: its hooks and plan, changed by a control."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,17 @@ INTERVENTIONS: Interventions = {
   ),
 }
 """Changes that a control may make; see `behaviours`."""
+
+
+def without(frozen: Collection[str]) -> Interventions:
+  """Returns the changes that a control may make where a task freezes some hooks."""
+  told = INTERVENTIONS["shuffle_stats"]
+  names = tuple(name for name in TOLD if name not in frozen)
+  hooks = dataclasses.replace(told.values["hooks"], one_of=names)
+  told = dataclasses.replace(told, values={**told.values, "hooks": hooks})
+  return {**INTERVENTIONS, "shuffle_stats": told}
+
+
 RECOVERY: Mapping[str, tuple[str, ...]] = {
   "attention": ("measure_value", "recover_value"),
   "mlp": ("measure_mlp", "recover_mlp"),
