@@ -130,11 +130,12 @@ class PtqTask(Defaults):
     options, sizes = self.options, self.options.calibration
     rows = [f"{name} {each.rows}" for name, each in units.linears(options).items()]
     rule = f" {ONE_CODE}" if options.frozen_hooks else ""
+    scored = options.tokens_scored["primary"]
     return (
-      f"{self._worded(DESCRIPTION)}{rule} The model has {options.layer_count} layers, and its linears so "
-      f"many rows (outputs): {', '.join(rows)}. A candidate is "
-      f"fitted on {sizes[0]} calibration sequences of {sizes[1]} tokens, and a primary "
-      f"run scores {options.tokens_scored['primary']} tokens of another text, in "
+      f"{self._worded(DESCRIPTION)}{rule} The model has {options.layer_count} "
+      f"layers, and its linears so many rows (outputs): {', '.join(rows)}. A "
+      f"candidate is fitted on {sizes[0]} calibration sequences of {sizes[1]} tokens, "
+      f"and a primary run scores {scored} tokens of another text, in "
       f"{options.windows[0]} windows of {options.windows[1]}."
     )
 
