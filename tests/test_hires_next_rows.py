@@ -73,6 +73,7 @@ def test_rows_of_another_code_or_command_are_refused(tmp_path):
     kept(file, shared, [(2, "hires")])
 
 
+@pytest.mark.slow
 def test_the_control_learns_from_labels_without_any_quantization(
   tiny_model, tiny_params, monkeypatch
 ):

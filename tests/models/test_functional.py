@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mxjax.models import RopeScaling, functional
+from tests.cases import slow
 
 LENGTH = 9
 SCALING = RopeScaling(
@@ -62,7 +63,7 @@ def test_attention_does_not_look_ahead(qkv):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("query_chunk", [4, 5, 512])
+@pytest.mark.parametrize("query_chunk", [*slow(4), 5, *slow(512)])
 def test_the_gradient_of_attention_is_that_of_softmax(qkv, query_chunk, window):
   """It searches no row for the maximum that every score of the row is reduced by."""
 

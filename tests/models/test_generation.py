@@ -15,6 +15,7 @@ from mxjax.models import functional, generation
 from mxjax.models.generation import generate, generate_each, sample
 from mxjax.numerics import e4m3
 from tests import refusals
+from tests.cases import slow
 from tests.models.conftest import ONE_A_FAMILY
 
 UNCACHED = {"use_cache": False}
@@ -60,7 +61,7 @@ def greedy_by_hand(model, params, tokens, count):
   return tokens
 
 
-@pytest.mark.parametrize("how", [{}, UNCACHED, IN_PROGRAMS])
+@pytest.mark.parametrize("how", [{}, *slow(UNCACHED), IN_PROGRAMS])
 def test_greedy_equals_recomputing_the_bare_prefix(tiny, how):
   model, params, tokens = tiny
   prompts = tokens[:, :5]
@@ -71,6 +72,7 @@ def test_greedy_equals_recomputing_the_bare_prefix(tiny, how):
   np.testing.assert_array_equal(none, prompts)
 
 
+@pytest.mark.slow
 def test_the_padding_behind_a_position_does_not_leak(tiny):
   model, params, tokens = tiny
   run = functools.partial(generate, model, params, tokens[:, :5], **UNCACHED)
@@ -247,6 +249,7 @@ def test_buckets_and_capacities():
   assert list(map(generation.capacity_of, lengths)) == capacities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_program", [False, True])
 def test_decoding_goes_on_in_a_larger_cache(tiny, one_program):
   model, params, tokens = tiny
@@ -277,7 +280,7 @@ def test_decoding_goes_on_in_a_larger_cache(tiny, one_program):
   [
     {},
     {"temperature": 1.5, "key": jax.random.key(3), "top_k": 20, "top_p": 0.9},
-    {"temperature": 0.7, "key": jax.random.key(4)},
+    *slow({"temperature": 0.7, "key": jax.random.key(4)}),
   ],
 )
 def test_many_tokens_in_a_program_are_those_of_one_at_a_time(tiny, options):
@@ -296,6 +299,7 @@ def test_many_tokens_in_a_program_are_those_of_one_at_a_time(tiny, options):
     assert (ended[0, 6:] == eos).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_nothing_runs_once_every_row_has_ended(tiny, monkeypatch, at_once):
   model, params, tokens = tiny
@@ -333,6 +337,7 @@ def test_next_tokens_in_one_program_equal_layer_by_layer(tiny):
   np.testing.assert_allclose(one, many, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_cached_attention_does_not_depend_on_the_chunk():
   keys = jax.random.split(jax.random.key(0), 3)
   queries = jax.random.normal(keys[0], (2, 7, 4, 8))
@@ -377,7 +382,9 @@ def some_prompts(model, lengths=(5, 1, 31, 12), seed=2):
 E4M3 = {"cache_format": "e4m3"}
 
 
-@pytest.mark.parametrize("how", [{}, UNCACHED, IN_PROGRAMS, E4M3, IN_PROGRAMS | E4M3])
+@pytest.mark.parametrize(
+  "how", [{}, *slow(UNCACHED, IN_PROGRAMS, E4M3), IN_PROGRAMS | E4M3]
+)
 def test_prompts_of_different_lengths_continue_as_each_does_alone(tiny, how):
   model, params, _ = tiny
   prompts = some_prompts(model)
@@ -446,6 +453,7 @@ def test_samples_of_the_longest_prompts_position_repeat(tiny):
   assert any((a != b).any() for a, b in zip(draw(1), want, strict=True))
 
 
+@pytest.mark.slow
 def test_an_e4m3_cache_is_the_model_whose_attention_reads_rounded_vectors(
   tiny, monkeypatch
 ):
@@ -516,6 +524,7 @@ def test_ragged_prompts_and_formats_without_meaning_are_refused(tiny):
 # They drop all programs of the process, which the tests above share.
 
 
+@pytest.mark.slow
 def test_from_ids_to_the_first_token_is_one_program_that_makes_the_cache(tiny):
   model, params, tokens = tiny
   # Whatever runs beside it, an operation on an array too, would be compiled.
@@ -528,6 +537,7 @@ def test_from_ids_to_the_first_token_is_one_program_that_makes_the_cache(tiny):
     generate(model, params, tokens[:, :5], max_new_tokens=1, tokens_at_once=16)
 
 
+@pytest.mark.slow
 def test_no_program_depends_on_the_length_of_a_prompt_or_of_its_continuation(tiny):
   model, params, tokens = tiny
   rows = np.tile(np.asarray(tokens), (1, 8))

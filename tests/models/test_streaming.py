@@ -53,6 +53,7 @@ def test_logits_are_those_of_the_whole_sequence_however_the_cache_was_filled(
     assert ran == steps
 
 
+@pytest.mark.slow
 def test_a_chunk_fits_into_a_full_cache(tiny, ran):
   model, params, _ = tiny
   rng = np.random.default_rng(1)
@@ -65,6 +66,7 @@ def test_a_chunk_fits_into_a_full_cache(tiny, ran):
   assert ran == [None, 30] and cache._cache.capacity == 64
 
 
+@pytest.mark.slow
 def test_after_an_interruption_the_cache_starts_again(tiny, cache, monkeypatch):
   model, params, tokens = tiny
   ids = np.asarray(tokens[0, :7])
@@ -97,6 +99,7 @@ def test_a_stream_has_the_tokens_of_generate(tiny, cache, sampling):
   assert list(stream(cache, ids, **options, eos_ids={end})) == got[:first]
 
 
+@pytest.mark.slow
 def test_a_gpu_makes_several_tokens_before_it_shows_them(tiny, cache, ran, monkeypatch):
   model, params, tokens = tiny
   ids = np.asarray(tokens[0, :5])
@@ -160,6 +163,7 @@ def test_pieces_are_shown_as_soon_as_they_are_known():
   assert list(pieces) == ["c"]
 
 
+@pytest.mark.slow
 def test_an_e4m3_cache_streams_the_tokens_of_generate(tiny):
   model, params, tokens = tiny
   ids = np.asarray(tokens[0, :9])

@@ -93,6 +93,7 @@ def test_token_ids_outside_the_vocabulary_are_not_clipped(tiny):
   assert bool(jnp.isnan(hidden[0, 1:]).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_sequences_have_no_logits(dtype, tiny):
   config = dataclasses.replace(tiny[0].config, dtype=dtype)

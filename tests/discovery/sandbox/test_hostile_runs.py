@@ -71,6 +71,7 @@ def test_a_reply_of_any_size_costs_only_its_candidate(tracer, kind, size):
   assert tracer.trace(GOOD, [SPEC]).status == Status.OK
 
 
+@pytest.mark.slow
 def test_a_trace_worker_that_died_idle_is_no_fault_of_the_next_candidate(tracer):
   worker = tracer._worker
   worker._process.kill()

@@ -14,6 +14,7 @@ from mxjax.discovery.core.task import Call, Status
 from mxjax.discovery.sandbox import jailed_executor, processor, supervisor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks import world
+from tests.cases import slow
 
 TASK = world.World(seed=3)
 ENDLESS = """
@@ -129,6 +130,7 @@ def ended(executor, call):
   return found[0]
 
 
+@pytest.mark.slow
 def test_a_call_tells_its_processor_seconds_wherever_it_runs(tmp_path):
   jailed = jailed_executor.JailedExecutor(TASK, store.Store(tmp_path), level="standard")
   try:
@@ -142,7 +144,7 @@ def test_a_call_tells_its_processor_seconds_wherever_it_runs(tmp_path):
     jailed.close()
 
 
-@pytest.mark.parametrize("level", ["standard", "strict"])
+@pytest.mark.parametrize("level", ["standard", *slow("strict")])
 def test_a_call_ends_by_its_processor_time_and_not_by_a_clock(tmp_path, level):
   """At both levels: the first process of a pid namespace has signals of its own."""
   source = TASK.interface.default_source()

@@ -14,6 +14,7 @@ from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.task import Call, Status
 from mxjax.discovery.sandbox import jail, jailed_executor, run_worker, supervisor
 from mxjax.discovery.tasks import world
+from tests.cases import slow
 
 LIMITS = jail.Limits(seconds=90.0, cpu_seconds=3, memory_bytes=3 << 30, files=64)
 SOLVES = """import jax.numpy as jnp
@@ -117,7 +118,7 @@ def world_worker(folder):
   return executor, call.active(task.interface)
 
 
-@pytest.mark.parametrize("kills", [1, 2])
+@pytest.mark.parametrize("kills", [*slow(1), 2])
 def test_a_worker_that_is_killed_within_a_call_is_no_fault_of_the_candidate(
   tmp_path, monkeypatch, caplog, kills
 ):

@@ -27,6 +27,7 @@ def killed(tmp_path):
   return place
 
 
+@pytest.mark.slow
 def test_a_closed_run_has_a_held_out_score_and_proposes_nothing_more(killed):
   before = len(list((killed / "proposals").iterdir()))
   assert not runs.is_closed(killed)

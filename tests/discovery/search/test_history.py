@@ -8,6 +8,7 @@ from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import Proposal
 from mxjax.discovery.proposers import embedded
 from mxjax.discovery.tasks import world
+from tests.cases import slow
 from tests.discovery import searching
 
 TASK = world.World(seed=6)
@@ -39,7 +40,7 @@ def without_last_mark(folder, out):
   kept.close()
 
 
-@pytest.mark.parametrize("every", [BUDGET - 1, BUDGET, BUDGET + 1])
+@pytest.mark.parametrize("every", [BUDGET - 1, *slow(BUDGET, BUDGET + 1)])
 def test_the_program_that_a_run_ends_with_is_marked(tmp_path, every):
   """Also if it came after the last multiple, or there was none."""
   best = run(tmp_path, mark_every=every).programs.best
@@ -50,6 +51,7 @@ def test_the_program_that_a_run_ends_with_is_marked(tmp_path, every):
   assert events(tmp_path, "mark")[-1]["value"] == best.values["loss"]
 
 
+@pytest.mark.slow
 def test_what_the_last_mark_names_is_not_marked_again(tmp_path):
   best = run(tmp_path, budget=15, mark_every=14).programs.best
   assert best.call < 14
@@ -65,6 +67,7 @@ def test_a_run_that_its_proposer_finishes_has_a_mark(tmp_path):
   assert marks(tmp_path) == [(BUDGET, running.programs.best.id)]
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_without_such_a_mark_still_replays(tmp_path):
   run(tmp_path / "new", mark_every=BUDGET + 1)
   shutil.copytree(tmp_path / "new", tmp_path / "old")

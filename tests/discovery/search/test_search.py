@@ -31,6 +31,7 @@ def run(folder, executor, proposer=None, **config):
   return searching.run(folder, task, proposer, executor, **options)
 
 
+@pytest.mark.slow
 def test_stagnation_counts_the_experiments_since_the_best_one(tmp_path, executor):
   told, task = [], world.World(seed=5)
   first = candidate_source.admit(task.interface.default_source(), task.interface).id
@@ -163,6 +164,7 @@ def test_another_configuration_does_not_resume_this_log(executor, tmp_path):
     run(tmp_path, executor, budget=4)
 
 
+@pytest.mark.slow
 def test_width_changes_the_trajectory_but_not_the_accounts(executor, tmp_path):
   running = run(tmp_path, executor, width=4)
   assert running.ledger.totals()["total"] == BUDGET
@@ -276,6 +278,7 @@ def test_an_exhausted_parent_gives_way_to_another(exhausted_run):
   assert running.ledger.spent == 60
 
 
+@pytest.mark.slow
 def test_a_run_resumes_past_an_exhausted_parent(exhausted_run, executor, tmp_path):
   _, folder = exhausted_run
   events = store.read_events(folder)

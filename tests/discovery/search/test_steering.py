@@ -262,6 +262,7 @@ def test_a_question_closes_by_verdict_by_measurement_and_with_its_program():
   assert questions.open([Residual("worse", "x", 3.2, 1.0)]) != []
 
 
+@pytest.mark.slow
 def test_questions_of_a_run_are_those_of_its_retained_programs(tmp_path):
   proposer = EmbeddedProposer(TASK.edit_templates, "loss")
   running = searching.run(

@@ -39,6 +39,7 @@ def test_a_seed_counts_once():
     study.StudyOptions(task={"task": "world"}, seeds=(5, 6, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, 7])
 def test_a_run_that_ended_by_its_proposals_is_replayed_to_its_end(tmp_path, seed):
   options = study.StudyOptions(

@@ -97,6 +97,7 @@ def quiet(line):
   del line
 
 
+@pytest.mark.slow
 def test_a_study_is_resumed_to_the_same_results(folder):
   first = study.conduct(folder, "replay", quiet)
   before = {p: p.stat().st_mtime_ns for p in folder.path.glob("runs/*/log.jsonl")}
@@ -147,6 +148,7 @@ def test_the_ideal_is_beyond_what_a_search_reached(folder):
   assert found["ideal"] < found["gate"] < found["initial"]
 
 
+@pytest.mark.slow
 def test_best_of_n_always_revises_the_initial_program(folder):
   folder.run("best-of-n", 4)
   events = store.read_events(folder.run_folder("best-of-n", 4))

@@ -78,6 +78,7 @@ def test_the_objectives_are_those_of_the_definition(
   np.testing.assert_allclose(got, ratio, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_error_of_layers_sees_recovery_and_the_objectives_do_not(
   built, found, tiny_model, tiny_params, tiny_tokens
 ):

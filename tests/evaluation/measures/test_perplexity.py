@@ -56,6 +56,7 @@ def test_replicates_perturb_the_embedding_only_slightly(setting):
   assert 0 < relative < 1e-5
 
 
+@pytest.mark.slow
 def test_replicates_of_a_bfloat16_model_differ_too(setting):
   model, params, tokens, quantized = setting
   narrow = CausalLM(dataclasses.replace(model.config, dtype="bfloat16"))
@@ -100,6 +101,7 @@ class Alone(Nearest):
     return super().round_mapped(blocks, rules)
 
 
+@pytest.mark.slow
 def test_a_rule_that_runs_alone_is_a_part_of_no_layers_program(setting):
   model, _, tokens, quantized = setting
   is_linear = lambda node: isinstance(node, QuantizedLinear)

@@ -23,6 +23,7 @@ def subject(tiny_model, tiny_params):
   return Subject(tiny_model, tiny_params, {"text": draw(9)}, replicates=2)
 
 
+@pytest.mark.slow
 def test_a_comparison_survives_a_failing_method_and_tries_it_again(
   subject, tmp_path, monkeypatch
 ):

@@ -84,6 +84,7 @@ def test_the_embedded_file_has_the_known_digest(gguf_path, monkeypatch):
     embedded.gguf_path(verify=True)
 
 
+@pytest.mark.slow
 def test_a_hub_model_is_read_by_transformers_as_its_folder_is(golden, tmp_path):
   """The hub is its cache here, as an earlier download left it; no network, no torch.
 

@@ -170,6 +170,7 @@ def test_every_dense_layer_becomes_the_codes_of_its_kernel(own, batch, whole):
   assert 0 < error < 0.4
 
 
+@pytest.mark.slow
 def test_a_chain_of_layers_is_shown_what_the_whole_module_is(own, batch, whole):
   """Layer by layer, with the mask and the scale passed on, to the same codes."""
   chain = leaves(quantized(own, batch, "gptq", layers=LAYERS))
@@ -214,6 +215,7 @@ def test_rules_choose_linears_and_methods(own, batch, whole):
   assert len(found) == 12
 
 
+@pytest.mark.slow
 def test_hires_runs_without_recovery_and_says_so(linen, batch, caplog):
   module, options = Encoder(), {"rules": {".*/up": True}, "layers": LAYERS}
   params = module.init(jax.random.key(2), batch)["params"]
@@ -274,6 +276,7 @@ def test_calls_of_one_layer_state_dtype_and_remat(batch):
   assert 0 < np.linalg.norm(gap) < 0.4 * np.linalg.norm(np.asarray(exact, float))
 
 
+@pytest.mark.slow
 def test_a_quantized_module_has_gradients_at_its_inputs(linen, batch):
   module = Encoder()
   params, qparams = linen(module)

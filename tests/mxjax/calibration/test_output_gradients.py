@@ -13,6 +13,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.calibration.output_gradients import OutputGradients
 from mxjax.devices.placement import ONE_DEVICE
 from mxjax.numerics import mxfp4
+from tests.cases import slow
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def sampled(model, params, tokens, place):
   return output_gradients.draw_labels(jnp.stack(keys), likely)
 
 
-@pytest.mark.parametrize("words", [1, 61, 256, 700])
+@pytest.mark.parametrize("words", [1, *slow(61, 256), 700])
 def test_labels_are_drawn_by_their_probabilities(words):
   """Where a uniform number falls among the sums of all words before each."""
   keys = jax.random.split(jax.random.key(1), 4000)

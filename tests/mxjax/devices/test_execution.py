@@ -104,6 +104,7 @@ except StopIteration:
 """
 
 
+@pytest.mark.slow
 def test_small_matrices_are_decomposed_without_threads():
   environment = os.environ | {"OPENBLAS_NUM_THREADS": "2"}
   done = subprocess.run(

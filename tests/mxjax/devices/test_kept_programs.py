@@ -66,6 +66,7 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
   assert told(keeping(folder))[:3] == (value, misses, 0)
 
 
+@pytest.mark.slow
 def test_a_damaged_program_is_compiled_again_with_a_line(tmp_path):
   value, _, misses, _, _ = told(keeping(tmp_path))
   for path in programs(tmp_path):
@@ -247,6 +248,7 @@ ON_A_GPU = "jax.default_backend = lambda: 'gpu'\nkept_programs.keep_compiled_on_
 """The library asks what it runs on; what compiles is a CPU all the same."""
 
 
+@pytest.mark.slow
 def test_a_gpu_keeps_programs_for_a_command(tmp_path):
   where = {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
   value, _, misses, _, _ = told(ON_A_GPU, **where)

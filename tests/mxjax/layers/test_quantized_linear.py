@@ -22,6 +22,7 @@ from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard
 from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.refinement.fused_inputs import Normalized
 from mxjax.storage import checkpoint
+from tests.cases import slow
 
 run = jax.jit(linear, static_argnames="implementation")
 
@@ -67,7 +68,7 @@ def draw(shape, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(jnp.float32), jnp.bfloat16])
 def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
   x, weight = draw((2, 5, 64), dtype), leaf(kind)
   got = run(x, weight, implementation="interpret")
@@ -100,6 +101,7 @@ def test_linears_of_one_input_are_those_of_one_each(kinds):
       np.testing.assert_allclose(y, alone, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_linears_of_many_rows_share_a_pass_by_the_form_of_their_operands():
   x, weights = draw((300, 64), jnp.bfloat16), [leaf("hires", seed=i) for i in range(3)]
   weights[1] = packed(weights[1], tables=False, products="float8")

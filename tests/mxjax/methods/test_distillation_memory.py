@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import mxjax
 from mxjax.calibration import gradients, streams
@@ -22,6 +23,7 @@ def test_logits_of_few_positions_are_in_memory_at_once(tiny_model, tiny_params):
   assert f"150,{words}]" not in program
 
 
+@pytest.mark.slow
 def test_a_step_keeps_one_hidden_state_of_each_layer(
   tiny_model, tiny_params, tiny_tokens, monkeypatch
 ):

@@ -72,11 +72,13 @@ def joint_loss(linear, program):
   return float(two_sided.loss(folded, result.decoded, hessian, moment))
 
 
+@pytest.mark.slow
 def test_two_sided_rounding_lowers_the_loss_over_outputs(linear, float64):
   both = dataclasses.replace(ONE_SIDED, two_sided=True)
   assert joint_loss(linear, both) < 0.8 * joint_loss(linear, ONE_SIDED)
 
 
+@pytest.mark.slow
 def test_charts_and_their_cap_are_options(linear, float64):
   weight, inputs = linear
   blocks, plain = mxfp4.weight_blocks(weight), {"use_interaction": False}
@@ -142,6 +144,7 @@ def test_the_rule_of_a_few_codes_lowers_the_error_of_the_outputs(calibrated, flo
   assert [leaf.rounding.rounds_up for leaf in leaves[1:]] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["nearest", "sensitivity"])
 def test_refitted_maps_leave_the_other_rules_alone(calibrated, float64, rule):
   plain, changed = (
@@ -205,6 +208,7 @@ def test_searched_maps_lower_the_error_of_the_outputs(calibrated, float64):
   assert searched < 0.99 * one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("options", "sign"),
   [

@@ -14,6 +14,7 @@ from mxjax.methods import recovery, reused
 from mxjax.methods.hires import stage3
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.run.quantize import run
+from tests.cases import slow
 
 
 def draw(seed):
@@ -59,6 +60,7 @@ def test_only_equal_linears_have_equal_build_keys(name, other, is_equal):
   assert reused.build_key(methods.get("rtn+r+tune")) is None
 
 
+@pytest.mark.slow
 def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   """Their coefficients differ from the deployed fit's, and the leaves stay legal."""
   early, late = (
@@ -77,6 +79,7 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   assert isinstance(changed["mlp"]["up_proj"]["weight"].rounding, Unrounded)
 
 
+@pytest.mark.slow
 def test_before_both_encodings_there_is_next_to_nothing_to_recover(
   tiny_model, tiny_params
 ):
@@ -104,7 +107,7 @@ def test_before_both_encodings_there_is_next_to_nothing_to_recover(
   assert distance(recovered["unrounded"]) > 1e-3
 
 
-@pytest.mark.parametrize("method", ["hires:recover=none", "rtn"])
+@pytest.mark.parametrize("method", [*slow("hires:recover=none"), "rtn"])
 def test_a_layer_before_both_encodings_computes_what_the_float_layer_does(
   method, tiny_model, tiny_params
 ):

@@ -238,6 +238,7 @@ def test_the_gradient_of_the_loss_is_that_of_its_definition(
   assert told[0] == pytest.approx(told[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_is_tuned(tiny_params, tiny_tokens):
   model = models.CausalLM(tiny.config(dtype="bfloat16"))
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_params)
@@ -249,6 +250,7 @@ def test_a_bfloat16_model_is_tuned(tiny_params, tiny_tokens):
   assert divergence[-4:].mean() < 0.9 * divergence[:4].mean()
 
 
+@pytest.mark.slow
 def test_labels_are_learned_beside_the_divergence(
   tiny_model, tiny_params, calib, monkeypatch
 ):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mxjax import methods
 from mxjax.audit import verify_linears
@@ -52,6 +53,7 @@ def test_without_k_the_pass_that_it_needs_does_not_run(monkeypatch):
   assert not np.any(record["interaction_spectral_norm"])
 
 
+@pytest.mark.slow
 def test_narrow_maps_and_tables_fold_and_refine_as_they_are_stored():
   """The map is rounded before the fold, so that the function stays; tables after."""
   rng = np.random.default_rng(0)

@@ -39,6 +39,7 @@ def test_no_two_classes_of_rules_or_maps_have_one_structure():
     assert [index] == [i for i, other in enumerate(made) if other == structure]
 
 
+@pytest.mark.slow
 def test_each_of_a_hundred_classes_runs_its_own_program():
   """Where nodes of different classes were equal, ten or more ran that of another."""
 

@@ -100,6 +100,7 @@ def test_every_target_becomes_a_legal_operator(model, params, hires):
   assert 0 < float(jnp.abs(logits - exact).mean()) < float(jnp.abs(exact).mean())
 
 
+@pytest.mark.slow
 def test_a_quantized_model_has_gradients_at_its_embedding(model, params, hires):
   tokens = jnp.arange(40, dtype=jnp.int32)[None]
 

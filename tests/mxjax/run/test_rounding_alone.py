@@ -73,6 +73,7 @@ def made(tiny_params, tiny_calib):
   return {rule: build(rule).params for rule in (Nearest, Alone)}
 
 
+@pytest.mark.slow
 def test_recovery_has_the_bits_of_rules_within_the_layer(made):
   found = {
     rule: [

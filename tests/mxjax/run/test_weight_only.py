@@ -24,6 +24,7 @@ from mxjax.numerics.realization.activation_quantizers import Nearest, Unrounded
 from mxjax.run.quantize import run
 from mxjax.storage import checkpoint, export
 from tests import refusals
+from tests.cases import slow
 from tests.mxjax.quantized import at, replaced
 
 PAPER_HASH = "1e3704463dbe126631242052e64865cd4abbd39ad55af8a1f7653d755a155a65"
@@ -48,7 +49,7 @@ def error(computed, expected):
   return np.linalg.norm(gap) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:2], *slow(*NAMES[2:])])
 def test_the_output_is_that_of_decoded_weights_and_float_inputs(tiny_build, name):
   """The codes are those of W4A4, so that the difference of both is A4 alone."""
   strict = at(tiny_build(name).params, UP)
@@ -96,6 +97,7 @@ class Careless(Program):
     return Realization(codes, Unrounded())
 
 
+@pytest.mark.slow
 def test_programs_and_contracts_that_differ_are_refused(tiny_model, tiny_params):
   calib = Calibration(tiny_model, TOKENS)
   quantize = lambda method, **options: (
@@ -114,6 +116,7 @@ def test_programs_and_contracts_that_differ_are_refused(tiny_model, tiny_params)
   assert marked.record.contract_hash == WEIGHT_ONLY.hash
 
 
+@pytest.mark.slow
 def test_recovery_is_fitted_to_the_model_without_a4(tiny_build):
   """It equals the fits of the W4A4 model before encoding, which drop its A4."""
   weight_only = tiny_build("rtn+r:activations=float").params

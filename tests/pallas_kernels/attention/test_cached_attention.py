@@ -12,6 +12,7 @@ from mxjax.pallas_kernels.attention import cached_attention, prefill
 from mxjax.pallas_kernels.attention.cached_attention import Tile
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 from tests import refusals
+from tests.cases import slow
 from tests.pallas_kernels import ptx_machine
 from tests.pallas_kernels.attention.problems import error, exact, problem
 
@@ -60,8 +61,7 @@ def fill_unseen(arrays, start, window, value):
   [
     (1, 8, 2, 150, 32, None, "float32"),
     (3, 6, 2, 37, 16, 7, "float32"),
-    (3, 2, 2, 33, 64, None, "float32"),
-    (1, 8, 2, 150, 32, None, "bfloat16"),
+    *slow((3, 2, 2, 33, 64, None, "float32"), (1, 8, 2, 150, 32, None, "bfloat16")),
     (3, 2, 2, 128, 128, 20, "bfloat16"),
   ],
 )
@@ -92,7 +92,7 @@ def test_the_kernel_equals_the_definition(window):
   assert error(got, exact(*arrays, 83, window)) <= 2e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
 def test_shares_of_many_steps_and_of_none_combine(dtype):
   arrays = problem(1, 2, 4, 2, 200, 16, dtype, seed=2)
   # Of 64 shares only some hold one of the thirteen chunks; of two each holds six. The
@@ -139,7 +139,11 @@ def test_the_start_is_no_constant_of_the_program():
 
 @pytest.mark.parametrize(
   ("new", "head_dim", "dtype"),
-  [(1, 32, "bfloat16"), (2, 64, "float32"), (1, 16, "float32"), (3, 32, "float32")],
+  [
+    (1, 32, "bfloat16"),
+    *slow((2, 64, "float32"), (1, 16, "float32")),
+    (3, 32, "float32"),
+  ],
 )
 def test_the_refinement_ends_attention_itself(new, head_dim, dtype):
   arrays = problem(2, new, 8, 2, 150, head_dim, dtype, seed=5)
@@ -238,9 +242,7 @@ def ragged(arrays, starts, behind):
   ("new", "dtype", "window"),
   [
     (1, "float32", None),
-    (1, "float32", 20),
-    (3, "bfloat16", 20),
-    (40, "bfloat16", None),
+    *slow((1, "float32", 20), (3, "bfloat16", 20), (40, "bfloat16", None)),
     (40, "bfloat16", 20),
   ],
 )
@@ -275,11 +277,10 @@ def rounded(arrays):
 @pytest.mark.parametrize(
   ("new", "head_dim", "dtype", "window"),
   [
-    (1, 32, "float32", None),
+    *slow((1, 32, "float32", None)),
     (1, 64, "bfloat16", 20),
-    (3, 128, "bfloat16", None),
+    *slow((3, 128, "bfloat16", None), (40, 32, "bfloat16", 20)),
     (40, 32, "bfloat16", None),
-    (40, 32, "bfloat16", 20),
   ],
 )
 def test_an_e4m3_cache_is_attention_over_rounded_keys_and_values(

@@ -12,6 +12,7 @@ from mxjax.numerics import implementations
 from mxjax.pallas_kernels.attention import prefill
 from mxjax.pallas_kernels.attention.prefill import Tile
 from tests import refusals, targets
+from tests.cases import slow
 from tests.pallas_kernels.attention.problems import error, exact, problem
 from tests.tiny import config
 
@@ -34,7 +35,7 @@ def sequences(batch, length, dtype=jnp.bfloat16, head_dim=32, seed=0):
   [
     *((1, None), (1, 1), (32, None), (32, 7)),
     *((100, None), (100, 1), (100, 7), (100, 70), (100, 1000)),
-    *((160, None), (160, 7), (160, 70)),
+    *slow((160, None), (160, 7), (160, 70)),
   ],
 )
 def test_the_kernel_equals_the_definition_and_the_reference(length, window):
@@ -101,6 +102,7 @@ def test_a_gradient_takes_the_reference_forward_and_backward():
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_the_kernel_runs_mapped_and_in_a_scan():
   arrays = [jnp.stack([a, a[::-1]]) for a in sequences(2, 40)]
   run = lambda parts: prefill.launch(*parts, tile=SMALL, interpret=True)

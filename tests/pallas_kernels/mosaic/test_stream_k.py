@@ -10,6 +10,7 @@ from mxjax.pallas_kernels.mosaic import device, stream_k
 from mxjax.pallas_kernels.products import float8
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul_each
 from tests import targets
+from tests.cases import slow
 from tests.pallas_kernels.operands import exact, packed
 
 interpreted = pytest.mark.skipif(
@@ -26,7 +27,7 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 114, 132])
+@pytest.mark.parametrize("multiprocessors", [1, *slow(114), 132])
 def test_every_unit_of_every_tile_is_done_once_and_tiles_wait_for_earlier_programs(
   multiprocessors, monkeypatch
 ):
@@ -120,6 +121,7 @@ def test_the_parts_of_all_programs_are_the_product(
     assert (error <= bound + rounding * np.abs(want)).all()
 
 
+@pytest.mark.slow
 def test_linears_of_one_input_are_one_launch_and_the_input_is_shifted_once(
   monkeypatch,
 ):

@@ -56,6 +56,7 @@ def test_the_refinement_kernel_writes_them(rows):
     assert not got[1, :32].any()
 
 
+@pytest.mark.slow
 def test_rows_of_several_inputs_are_shifted_in_one_launch_in_either_order():
   xs = [tensor(5, 384, float8.LOWEST, float8.HIGHEST, seed=seed) for seed in (1, 2)]
   outside = np.array([1, 2]), np.array([5, 9])

@@ -13,6 +13,7 @@ from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.pallas_kernels import choice
 from mxjax.pallas_kernels.products import int8, int8_matmul, matmul
 from mxjax.pallas_kernels.products.int8_matmul import Tile
+from tests.cases import slow
 from tests.pallas_kernels import ptx_machine
 from tests.pallas_kernels.operands import elements, exact, packed
 
@@ -30,7 +31,7 @@ def check(got, x, weight):
 
 @pytest.mark.parametrize(
   ("rows", "outputs", "width", "splits"),
-  [(1, 64, 512, 1), (2, 70, 96, 1), (1, 40, 1536, 3), (4, 33, 1120, 1)],
+  [*slow((1, 64, 512, 1), (2, 70, 96, 1)), (1, 40, 1536, 3), (4, 33, 1120, 1)],
 )
 def test_the_kernel_equals_exact_products_summed(rows, outputs, width, splits):
   x, weight = packed(rows, width, -20, 20), packed(outputs, width, -20, 20, seed=1)

@@ -11,6 +11,7 @@ from mxjax.numerics.recovery import mlp_recovery
 from mxjax.pallas_kernels import codec
 from mxjax.pallas_kernels.refinement import fused_inputs, tile
 from mxjax.pallas_kernels.refinement import one_code as kernel
+from tests.cases import slow
 
 refine = jax.jit(
   kernel.refine, static_argnames=("form", "implementation", "changes", "rounds_up")
@@ -61,7 +62,7 @@ def check_as_good(x, *tables):
 
 @pytest.mark.parametrize(
   ("rows", "dtype"),
-  [(4, jnp.bfloat16), (70, jnp.bfloat16), (70, jnp.float32)],
+  [(4, jnp.bfloat16), *slow((70, jnp.bfloat16)), (70, jnp.float32)],
 )
 def test_the_kernel_reaches_the_objective_of_the_reference(rows, dtype):
   x, *tables = problem()
@@ -70,6 +71,7 @@ def test_the_kernel_reaches_the_objective_of_the_reference(rows, dtype):
   assert (np.asarray(got.codes) != np.asarray(want.codes)).mean() < 1e-3
 
 
+@pytest.mark.slow
 def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
   rng = np.random.default_rng(1)
   x = jnp.asarray(rng.integers(-12, 13, (300, 64)) / 2.0, jnp.bfloat16)
@@ -97,8 +99,7 @@ def sensitivity(tensor, x, matrix, gram):
   ("rows", "changes", "dtype"),
   [
     (1, 3, jnp.bfloat16),
-    (4, 1, jnp.float32),
-    (70, 2, jnp.float32),
+    *slow((4, 1, jnp.float32), (70, 2, jnp.float32)),
     (70, 4, jnp.bfloat16),
   ],
 )
@@ -140,6 +141,7 @@ def test_several_changes_are_exact_where_arithmetic_is():
     np.testing.assert_array_equal(got.scales, want.scales[:rows])
 
 
+@pytest.mark.slow
 def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
   legal = [m for m in mxfp4.MAGNITUDES] + [-m for m in mxfp4.MAGNITUDES[1:]]
   axes = legal, np.arange(-96, 97) / 8.0, [0.0, 1.0, 2.0, 5.0], [0.5, 1.0]
@@ -190,7 +192,7 @@ def test_flat_coordinates_take_no_nan():
     check_as_good(x.astype(dtype), matrix, flat, cross)
 
 
-@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize("rows", [*slow(5), 70])
 def test_decoded_output_is_the_decoded_codes(rows):
   x, *tables = problem()
   x = x[:rows].astype(jnp.bfloat16)
@@ -263,8 +265,7 @@ def launches(function, *arguments):
   ("form", "rows", "dtype", "count"),
   [
     ("codes", 9, jnp.bfloat16, 1),
-    ("planes", 9, jnp.float32, 1),
-    ("values", 70, jnp.bfloat16, 1),
+    *slow(("planes", 9, jnp.float32, 1), ("values", 70, jnp.bfloat16, 1)),
     ("float8", 70, jnp.bfloat16, 1),
     ("codes", 70, jnp.float32, 2),
   ],
@@ -286,7 +287,9 @@ def test_linears_of_one_input_share_a_launch(form, rows, dtype, count):
   )
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(5, jnp.float32), (70, jnp.bfloat16)])
+@pytest.mark.parametrize(
+  ("rows", "dtype"), [*slow((5, jnp.float32)), (70, jnp.bfloat16)]
+)
 def test_float8_by_blocks_are_those_in_order(rows, dtype):
   x, *tables = problem(rows=rows)
   x = jnp.concatenate([x, x[:, :32]], axis=1).astype(dtype)
@@ -303,6 +306,7 @@ def test_float8_by_blocks_are_those_in_order(rows, dtype):
     np.testing.assert_array_equal(back.decoded(), by_blocks.decoded())
 
 
+@pytest.mark.slow
 def test_a_program_walks_over_its_tiles_for_every_linear():
   x, *first = problem(rows=180)
   _, *second = problem(seed=3)
@@ -316,6 +320,7 @@ def test_a_program_walks_over_its_tiles_for_every_linear():
   jax.tree.map(np.testing.assert_array_equal, walked, alone)
 
 
+@pytest.mark.slow
 def test_linears_with_other_tables_take_their_own_launch():
   x, *tables = problem()
   mixed = [kernel.Tables(*tables), kernel.Tables(tables[0], None, None)]
@@ -327,7 +332,7 @@ def test_linears_with_other_tables_take_their_own_launch():
 
 @pytest.mark.parametrize(
   ("rows", "dtype", "share"),
-  [(1, jnp.bfloat16, 0.01), (3, jnp.float32, 1e-3), (5, jnp.float32, 1e-3)],
+  [(1, jnp.bfloat16, 0.01), *slow((3, jnp.float32, 1e-3), (5, jnp.float32, 1e-3))],
 )
 def test_the_kernel_normalizes_few_rows_itself(rows, dtype, share):
   x, *_ = problem(blocks=36)
@@ -352,8 +357,7 @@ RECOVERY = mlp_recovery.MlpRecovery(*map(jnp.float32, (0.05, -0.03, 0.02, 1.7)))
   [
     (2, jnp.float32, None, 2e-3),
     # The plain product rounds its sigmoid to bfloat16 in the reference.
-    (70, jnp.bfloat16, None, 0.02),
-    (70, jnp.bfloat16, RECOVERY, 2e-3),
+    *slow((70, jnp.bfloat16, None, 0.02), (70, jnp.bfloat16, RECOVERY, 2e-3)),
     (70, jnp.float32, RECOVERY, 2e-3),
   ],
 )

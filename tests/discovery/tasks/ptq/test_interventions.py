@@ -58,6 +58,7 @@ def coefficients(leaf):
   return np.stack([*vars(leaf).values()], -1)
 
 
+@pytest.mark.slow
 def test_a_head_is_told_the_sums_of_its_neighbour(float64):
   sums = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32, 32)))
   plain, shuffled = (

@@ -173,6 +173,7 @@ def test_no_control_is_lost_to_its_form(played):
   )
 
 
+@pytest.mark.slow
 def test_the_free_proxy_was_told_by_linear(played):
   _, model, _ = played
   (told,) = [t for t in model.told if t.startswith("The free proxy")]
@@ -184,6 +185,7 @@ def test_the_free_proxy_was_told_by_linear(played):
   assert "it overrates activation codes that undo weight errors" in told
 
 
+@pytest.mark.slow
 def test_values_come_by_linear_in_the_prompt(played):
   _, model, _ = played
   shown = model.requests[0]["messages"][1]["content"]
@@ -193,6 +195,7 @@ def test_values_come_by_linear_in_the_prompt(played):
   assert "  layers_1: " in shown
 
 
+@pytest.mark.slow
 def test_rivals_are_ours_and_stand_in_the_packet(played):
   _, _, events = played
   packets = [e["packet"] for e in events if e["event"] == "packet"]

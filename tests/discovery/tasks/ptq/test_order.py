@@ -100,6 +100,7 @@ def test_the_papers_verdict_guided_update_runs_as_it_is_written(executor):
   assert measured(executor, reverted).outputs["solve"] != successor.outputs["solve"]
 
 
+@pytest.mark.slow
 def test_a_question_can_be_about_the_modules_of_some_layers(executor, monkeypatch):
   session = executor._session("measure")
   change = {"kind": "permute", "part": "mlp", "layers": [1, 2]}

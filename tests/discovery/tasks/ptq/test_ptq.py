@@ -390,6 +390,7 @@ def test_the_divergence_can_be_the_objective(rtn_operands):
     ptq.PtqTask(**OPTIONS, objective="loss")
 
 
+@pytest.mark.slow
 def test_fit3_can_be_the_objective(rtn_operands):
   task = ptq.PtqTask(**OPTIONS, objective="fit3")
   assert (task.target, task.ideal()) == ("fit3", 0.0)

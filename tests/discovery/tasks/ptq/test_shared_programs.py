@@ -60,6 +60,7 @@ def test_a_hook_is_compiled_once_whatever_it_runs_on(executor, name, params):
   assert counts == [1] * len(params)
 
 
+@pytest.mark.slow
 def test_the_errors_of_another_rule_are_compiled_already(executor):
   fit, measure = TASK.open("fit"), TASK.open("measure")
   counts = []
@@ -116,6 +117,7 @@ def test_illegal_payloads_of_activations_are_nan_and_only_they(traced):
   np.testing.assert_array_equal(np.isnan(values), expected)
 
 
+@pytest.mark.slow
 def test_errors_in_one_program_or_in_two_are_the_same_bits(executor):
   call = edited(executor, "one-code", {"rounds": 2})
   _, operands = TASK.open("fit").run(call, executor.artifacts, b"")

@@ -16,6 +16,7 @@ from mxjax.numerics import mxfp4, native
 from mxjax.numerics.native import refinement
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import OneCode
+from tests.cases import slow
 
 BLOCKS = 3
 BOTH = "native", "xla"
@@ -60,7 +61,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["alone", "mapped"])
-@pytest.mark.parametrize("tokens", [32, 257])
+@pytest.mark.parametrize("tokens", [*slow(32), 257])
 def test_refined_codes_have_the_bits_of_the_reference(tokens, is_mapped):
   rng = np.random.default_rng(tokens)
   x, (gram, cross) = hard_inputs(rng, tokens), tables(rng)
@@ -173,6 +174,7 @@ def test_tables_of_another_shape_are_never_read_past_their_end():
     one_code.refined_blocks(rows, gram, cross, implementation="native")
 
 
+@pytest.mark.slow
 def test_an_explicit_choice_never_falls_back(monkeypatch, asked_anew):
   rng = np.random.default_rng(9)
   gram, cross = tables(rng)
@@ -192,6 +194,7 @@ def test_an_explicit_choice_never_falls_back(monkeypatch, asked_anew):
   assert call(many).shape == many.shape
 
 
+@pytest.mark.slow
 def test_of_equal_changes_the_lowest_coordinate_is_taken():
   x = jnp.full((1, 32, 32), 2.4, jnp.float32).at[:, 20].set(6.0)
   gram = jnp.eye(32)[None]

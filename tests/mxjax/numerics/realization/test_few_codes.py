@@ -13,6 +13,7 @@ from mxjax.numerics.native import refinement
 from mxjax.numerics.realization import few_codes, one_code
 from mxjax.numerics.realization.activation_quantizers import FewCodes
 from tests import refusals
+from tests.cases import slow
 from tests.mxjax.numerics.native.test_refinement import (
   BLOCKS,
   BOTH,
@@ -40,9 +41,9 @@ def problem(tokens=257, seed=0):
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["alone", "mapped"])
-@pytest.mark.parametrize("changes", [1, 2, 5])
+@pytest.mark.parametrize("changes", [1, *slow(2), 5])
 @pytest.mark.parametrize("rules", [mxfp4.PAPER_RULES, EVEN], ids=["floor", "even"])
-@pytest.mark.parametrize("tokens", [32, 257])
+@pytest.mark.parametrize("tokens", [*slow(32), 257])
 def test_the_kernel_has_the_bits_of_the_reference(tokens, rules, changes, is_mapped):
   operands = problem(tokens)
   got, want = (refined(*operands, rules, changes, how, is_mapped) for how in BOTH)
@@ -77,6 +78,7 @@ def test_every_change_is_the_best_one_after_those_before_it():
   assert (states[3] != states[0]).sum(1).max() == 3
 
 
+@pytest.mark.slow
 def test_more_changes_never_raise_the_objective_and_end_at_a_local_minimum():
   x, gram, _ = problem()
   x = jnp.clip(x, -1e3, 1e3)

@@ -17,6 +17,7 @@ def weights(seed=0, rows=24):
   return jnp.asarray(rng.standard_t(4, (2, 32, rows)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie_rule", ["away", "even"])
 def test_without_learning_it_is_rtn_under_rceil(tie_rule):
   """m = 1 and infinite logits, codes and exponents alike, ties included."""

@@ -175,6 +175,7 @@ def test_the_expected_cross_is_what_a_blocks_inputs_foretell_of_all_weight_error
     np.testing.assert_allclose(got[b], wanted, rtol=1e-3, atol=1e-3 * abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_the_expected_cross_of_independent_blocks_is_that_of_the_block_alone():
   rng = np.random.default_rng(9)
   w, w_hat = jnp.asarray(rng.standard_normal((2, 2, 32, 40)), jnp.float32)

@@ -7,6 +7,7 @@ import pytest
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import code_descent, gptq, two_sided
 from tests import refusals
+from tests.cases import slow
 
 ROWS, SIZE = 48, 16
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -134,7 +135,7 @@ def exact_problem(blocks, rows, size=1.0):
   return tuple(jnp.asarray(a, jnp.float32) for a in (weight, upper, hessian))
 
 
-@pytest.mark.parametrize("passes", [0, 1, 3])
+@pytest.mark.parametrize("passes", [0, *slow(1), 3])
 @pytest.mark.parametrize(
   ("blocks", "rows", "size"),
   [(1, 8, 1), (3, 16, 1), (6, 40, 2.0**40), (2, 16, 2.0**-50)],

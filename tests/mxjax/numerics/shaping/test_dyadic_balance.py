@@ -153,6 +153,7 @@ def test_golden_balance_after_shaping(vectors, float64, case):
     assert float(accepted[0]) == float(vectors[name + "accept_gptq"])
 
 
+@pytest.mark.slow
 def test_block_losses_of_a_wide_layer(vectors, float64):
   x, w = (mxfp4.to_blocks(jnp.asarray(vectors[f"jb_layer/{k}"])) for k in ("X", "W"))
   u = dyadic_balance.propose(*risks_of(x, w))
@@ -165,6 +166,7 @@ def test_block_losses_of_a_wide_layer(vectors, float64):
   )
 
 
+@pytest.mark.slow
 def test_hires_balances_a_wide_layer_block_by_block(vectors, float64):
   """Trials quantize one block alone, not the whole linear (reading A11)."""
   x, w = (mxfp4.to_blocks(jnp.asarray(vectors[f"jb_layer/{k}"])) for k in ("X", "W"))

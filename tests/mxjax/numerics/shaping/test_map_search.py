@@ -128,6 +128,7 @@ def test_losses_are_the_errors_of_both_operands(recorded, problem, axes):
     assert found[k, block] == pytest.approx(of_inputs + of_rows, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_loss_of_inputs_is_that_of_the_rule(problem, axes):
   """More codes that change lower it, and only the part of the inputs."""
   x, weight, *moments = problem
