@@ -163,6 +163,7 @@ assert not jax.config.jax_enable_x64
   assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_importing_every_floor_leaves_64_bit_mode_off():
   program = """
 import jax, mxjax.run.quantize, mxjax.methods, mxjax.models

@@ -315,6 +315,7 @@ print(torch.__file__.startswith(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_command_reads_a_config_without_torch(tmp_path):
   (tmp_path / "torch").mkdir()
   (tmp_path / "torch" / "__init__.py").write_text("")

@@ -326,6 +326,7 @@ def test_cached_logits_equal_those_of_the_whole_prefix(tiny):
   np.testing.assert_array_equal(cache.lengths, [13] * len(tokens))
 
 
+@pytest.mark.slow
 def test_next_tokens_in_one_program_equal_layer_by_layer(tiny):
   model, params, tokens = tiny
   fill = lambda: generation.next_logits(

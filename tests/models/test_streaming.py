@@ -31,6 +31,7 @@ def ran(monkeypatch):
   return steps
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_whole_sequence_however_the_cache_was_filled(
   tiny, cache, ran
 ):

@@ -67,6 +67,7 @@ def test_equal_configs_share_one_compilation(tiny):
   assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_stays_close_and_ends_in_float32(golden, tmp_path):
   model, params = models.from_pretrained(golden.save(tmp_path / "hf"), dtype="bfloat16")
   hidden = model.layer(params["layers_0"], model.embed(params, golden.tokens))

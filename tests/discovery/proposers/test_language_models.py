@@ -9,6 +9,7 @@ from mxjax.cli.main import main
 from mxjax.discovery.core import store
 from mxjax.discovery.proposers import llm
 from mxjax.discovery.search import runs
+from tests.cases import slow
 from tests.discovery.proposers.test_endpoint import Server, chat, edits, http
 
 PROBED, DOWN = http(chat()), http(b"", "402 Pay")
@@ -84,6 +85,7 @@ def test_an_endpoint_that_fails_is_named_and_asked_again_by_the_same_run(
   assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_key_goes_to_no_address_that_only_the_folder_names(
   server, tmp_path, capsys, monkeypatch
 ):
@@ -136,7 +138,9 @@ def test_the_probe_has_the_seconds_that_it_is_given(server, tmp_path, capsys):
   assert runs.read_options(tmp_path / "run").proposer["probe_seconds"] == 0.2
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+  "name", ["hangs", *slow("trickles", "redirects", "429"), "speaks HTML"]
+)
 def test_a_hostile_server_leaves_a_run_that_goes_on(server, tmp_path, capsys, name):
   reply, match = HOSTILE[name]
   server.replies = [*answers()[:2], reply]
@@ -156,7 +160,10 @@ def test_a_hostile_server_leaves_a_run_that_goes_on(server, tmp_path, capsys, na
 
 @pytest.mark.parametrize(
   ("limit", "told"),
-  [({"max-tokens": 9}, "max-tokens: 12 of 9"), ({"max-cost": 0.002}, "max-cost: 0.0")],
+  [
+    ({"max-tokens": 9}, "max-tokens: 12 of 9"),
+    *slow(({"max-cost": 0.002}, "max-cost: 0.0")),
+  ],
 )
 def test_a_budget_of_the_proposer_ends_the_run_also_when_it_was_resumed(
   server, tmp_path, limit, told

@@ -18,6 +18,7 @@ from mxjax.discovery.core.task import RefusedError
 from mxjax.discovery.sandbox import artifact, frames, jail, supervisor, tracing
 from mxjax.discovery.sandbox.rebuilding import lapack
 from tests import refusals
+from tests.cases import slow
 
 SPEC = {
   "name": "hook",
@@ -34,14 +35,8 @@ BODIES = [
   "jnp.linalg.solve(jnp.outer(x, y) + 9 * jnp.eye(8), x)",
   "jnp.linalg.qr(jnp.outer(x, y) + jnp.eye(8))[1][0]",
   "jnp.linalg.svd(jnp.outer(x, y)[:5])[2][0] * 0 + jnp.linalg.norm(jnp.outer(x, y), 2)",
-  "jnp.linalg.svd(x + y * jnp.arange(16.).reshape(2, 8, 1), False)[1][0]",
-  "jnp.linalg.qr(x + y * jnp.arange(16.).reshape(2, 8, 1))[0][1, 3]",
-  "jnp.linalg.inv(x + y * jnp.arange(16.).reshape(2, 8, 1) + 9 * jnp.eye(8))[1, 3]",
   "jnp.linalg.eigh(jnp.outer(x, x) + jnp.eye(8) * y[:2, None, None])[0][1]",
   "jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(8))[3]",
-  "jnp.linalg.eigvalsh(jnp.outer(x, x) + jnp.diag(y))",
-  "jax.scipy.linalg.expm(jnp.outer(x, y) / 9)[0]",
-  "jax.vmap(lambda a: jnp.linalg.inv(a * jnp.eye(3) + 1).sum())(x + 9)",
   "x + jax.random.normal(jax.random.key(3), (8,)) * y",
   "jax.lax.top_k(x, 8)[0] + jax.lax.top_k(x, 8)[1]",
   "jax.lax.while_loop(lambda z: jnp.abs(z).sum() > 1, lambda z: z / 2 + y / 99, x)",
@@ -65,6 +60,15 @@ BODIES = [
   "x + jax.lax.population_count(jnp.uint8(7)) + (jnp.arange(8) << 2 >> 1) ** 2 % 5",
   "x.astype(jnp.float64).sum().astype(x.dtype) + jnp.float32(jnp.int64(2) ** 40) * y",
 ]
+LONG = (
+  "jnp.linalg.svd(x + y * jnp.arange(16.).reshape(2, 8, 1), False)[1][0]",
+  "jnp.linalg.qr(x + y * jnp.arange(16.).reshape(2, 8, 1))[0][1, 3]",
+  "jnp.linalg.inv(x + y * jnp.arange(16.).reshape(2, 8, 1) + 9 * jnp.eye(8))[1, 3]",
+  "jnp.linalg.eigvalsh(jnp.outer(x, x) + jnp.diag(y))",
+  "jax.scipy.linalg.expm(jnp.outer(x, y) / 9)[0]",
+  "jax.vmap(lambda a: jnp.linalg.inv(a * jnp.eye(3) + 1).sum())(x + 9)",
+)
+"""Further decompositions, which take longer to compile than all others."""
 
 
 def traced(code, spec=SPEC):
@@ -84,7 +88,7 @@ def rows(seed, count=5):
   return drawn, np.linspace(-1, 2, 8, dtype=np.float32)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", [*BODIES, *slow(*LONG)])
 def test_the_rebuilt_forms_are_the_hook(body):
   code = f"def hook(x, y):\n  return ({body}).astype(x.dtype)\n"
   namespace = {}

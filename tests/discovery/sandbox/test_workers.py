@@ -149,6 +149,7 @@ def test_a_worker_that_is_killed_within_a_call_is_no_fault_of_the_candidate(
   assert "is asked of a new worker" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_request_that_reached_no_worker_is_sent_again(tmp_path, monkeypatch, caplog):
   executor, call = world_worker(tmp_path)
   write, gone, outcomes = supervisor.Worker._write, [True], []

@@ -24,6 +24,7 @@ def run(folder, proposer, **config):
   return searching.run(folder, TASK, proposer, LocalExecutor(TASK), **options)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sends_a_model_the_same_prompts(tmp_path):
   """Predictions are told in an order, which a stored proposal must not change."""
 

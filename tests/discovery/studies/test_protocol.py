@@ -102,6 +102,7 @@ def summary(folder):
   return folder.run("quantforge", 5)
 
 
+@pytest.mark.slow
 def test_explicit_verdicts_are_counted_with_those_of_the_primary_alone(folder, summary):
   events = store.read_events(folder.run_folder("quantforge", 5))
   found = [e["explicit"] for e in events if e["event"] == "verdict"]

@@ -49,6 +49,7 @@ def test_a_comparison_survives_a_failing_method_and_tries_it_again(
   assert sorted(p.name for p in tmp_path.iterdir()) == ["rows", "settings.json"]
 
 
+@pytest.mark.slow
 def test_rules_are_marked_and_rows_of_other_tokens_are_refused(subject, tmp_path):
   even = Contract(rules=mxfp4.Rules(scale_rule="even"))
   contracts = {"": PAPER_CONTRACT, "[even]": even}

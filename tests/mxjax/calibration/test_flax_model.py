@@ -255,6 +255,7 @@ class Shared(nn.Module):
     return dense(dense(x[:, 0]))
 
 
+@pytest.mark.slow
 def test_calls_of_one_layer_state_dtype_and_remat(batch):
   module, program = Shared(), Watching()
   variables = module.init(jax.random.key(2), batch)
@@ -329,6 +330,7 @@ class Recurrent(nn.Module):
     return nn.scan(one, length=2, **shared)(self, batch["x"], None)[0]
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_at_the_door(linen):
   call = lambda module, **options: functools.partial(linen, module, **options)
   uneven = {".*0/up": "rtn", ".*/down": "rtn"}

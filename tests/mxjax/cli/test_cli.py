@@ -253,6 +253,7 @@ def test_a_tuned_run_is_sound_though_tuning_gives_it_maps(
   ]
 
 
+@pytest.mark.slow
 def test_a_finished_run_keeps_the_time_that_came_after_its_layers(
   folder, tmp_path, mxjax
 ):

@@ -202,6 +202,7 @@ def test_an_output_below_a_file_is_refused_before_anything_is_read(
   )
 
 
+@pytest.mark.slow
 def test_the_defaults_fit_the_embedded_text(place, refuses, monkeypatch):
   """And a sample that does not fit is refused before a weight is read, by its flag."""
   parsed = lambda *words: shared.sequences(main_module.build_parser().parse_args(words))
@@ -324,6 +325,7 @@ def run(program, **options):
   return subprocess.run(words, cwd=ROOT, env=env, check=False, **options)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error():
   """As in `mxjax plan | head -1`."""
   read, write = os.pipe()

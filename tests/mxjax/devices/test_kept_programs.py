@@ -276,6 +276,7 @@ def test_a_folder_that_the_user_named_stays(tmp_path):
   assert config == str(own)
 
 
+@pytest.mark.slow
 def test_xla_keeps_nothing_beside_unverified(tmp_path):
   start = keeping(tmp_path) + (
     "\nassert jax.config.jax_persistent_cache_enable_xla_caches == 'none'"

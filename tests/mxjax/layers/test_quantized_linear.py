@@ -218,6 +218,7 @@ def test_the_device_and_the_check_decide_what_is_faster(
   inference_packing._passes.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_float8_product_is_measured_against_the_exact_one():
   assert float(inference_packing.float8_error()) < 1e-6
 

@@ -200,6 +200,7 @@ def test_a_map_without_a_finite_error_is_never_chosen(calibrated, float64, monke
     SEARCHED.shape(blocks, inputs)
 
 
+@pytest.mark.slow
 def test_searched_maps_lower_the_error_of_the_outputs(calibrated, float64):
   one, searched = (
     realized(calibrated, dataclasses.replace(SEARCHED, candidates=n))[1]

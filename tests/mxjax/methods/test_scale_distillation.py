@@ -200,6 +200,7 @@ def test_predictions_of_a_trained_model_come_closer():
   assert labels[0][0] < before[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label_weight", [0.0, 0.25])
 def test_the_gradient_of_the_loss_is_that_of_its_definition(
   label_weight, tiny_model, tiny_params

@@ -95,6 +95,7 @@ def test_no_rule_is_a_part_of_a_layers_program(made):
   assert not any(SEEN), "a rule was traced into a program"
 
 
+@pytest.mark.slow
 def test_linears_in_another_order_than_the_layers_are_refused(
   made, tiny_model, tiny_params, tiny_tokens
 ):

@@ -112,6 +112,7 @@ def digest_of_relu():
   return computation_digest(bound, bound.split(params), inputs)
 
 
+@pytest.mark.slow
 def test_the_digest_of_a_computation_is_that_of_another_process():
   program = "from tests.mxjax.run import test_setup as t; print(t.digest_of_relu())"
   root = pathlib.Path(__file__).parents[3]

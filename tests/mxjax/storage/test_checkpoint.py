@@ -1,8 +1,10 @@
 """Checkpoints: the same bits back, or one sentence that names what is wrong."""
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -277,3 +279,55 @@ def test_sizes_add_up(params):
   assert report["bf16_total"] == 2 * (weights + values)
   assert report["bf16_over_total"] == report["bf16_total"] / held
   assert sizes.size_report(jax.eval_shape(lambda: params)) == report
+
+
+class Cycle:
+  """What only a collection frees."""
+
+  def __init__(self):
+    self.own = self
+
+
+@pytest.fixture
+def unfrozen():
+  """Python's collector as a program has it: tests/conftest.py sets objects aside."""
+  gc.unfreeze()
+  yield
+  gc.freeze()
+
+
+def old_cycle():
+  """What became garbage after it had grown old: young generations have it no more."""
+  one = Cycle()
+  gc.collect(1)
+  return weakref.ref(one)
+
+
+def restore_with_leftovers(folder, monkeypatch):
+  """Restores a checkpoint; which of the cycles that reading made are still there."""
+  load, made = checkpoint_arrays._load, []
+
+  def leaves_cycles(*arguments):
+    made.extend((old_cycle(), weakref.ref(Cycle())))
+    return load(*arguments)
+
+  monkeypatch.setattr(checkpoint_arrays, "_load", leaves_cycles)
+  checkpoint.restore_checkpoint(folder)
+  return [one() is not None for one in made]
+
+
+def test_leftovers_of_reading_are_freed_and_no_older_object_is_looked_at(
+  stored, unfrozen, monkeypatch
+):
+  older = old_cycle()
+  left = restore_with_leftovers(stored, monkeypatch)
+  assert left and not any(left)
+  assert older() is not None
+  assert gc.get_freeze_count() == 0
+
+
+def test_what_a_program_has_frozen_stays_so(stored, monkeypatch):
+  gc.freeze()
+  left = restore_with_leftovers(stored, monkeypatch)
+  assert left and not any(left)
+  assert gc.get_freeze_count() > 0

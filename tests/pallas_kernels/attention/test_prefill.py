@@ -60,6 +60,7 @@ def test_the_shipped_tile_equals_the_reference(window):
     np.testing.assert_array_equal(functional.causal_attention(*arrays, **how), got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_prompt_behind_cached_tokens_reads_nothing_after_itself(window):
   queries, keys, values = problem(2, 50, 8, 2, 150, 32, jnp.bfloat16, seed=2)

@@ -116,6 +116,7 @@ def leaf(outputs, blocks=16, map_of=BlockDense):
   return QuantizedLinear(weight, map_of(table), rule, float8_scale=scale)
 
 
+@pytest.mark.slow
 def test_linears_of_one_input_are_one_launch_where_it_is_tried(monkeypatch):
   monkeypatch.setattr(implementations, "target", lambda: targets.HOPPER)
   monkeypatch.setattr(device, "obstacle", lambda: None)

@@ -40,6 +40,7 @@ def test_bytes_are_read_as_the_library_reads_them():
   np.testing.assert_array_equal(float8.to_byte(got)[is_number], byte[is_number])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 70])
 def test_the_refinement_kernel_writes_them(rows):
   rng = np.random.default_rng(0)
@@ -141,6 +142,7 @@ def test_what_is_far_below_the_largest_block_is_rounded_and_nothing_else():
   assert not got[0, 32:].any() and want[0, 32:].any()
 
 
+@pytest.mark.slow
 def test_shifting_touches_no_other_row_and_keeps_what_is_not_finite():
   x = tensor(130, 64, -3, 3)
   weight = tensor(96, 64, -8, -6, seed=2)

@@ -372,6 +372,7 @@ def test_the_kernel_makes_gated_products_itself(rows, dtype, recovery, share):
   assert (got.scales == want.scales).mean() > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_blocks_that_are_not_finite_are_marked(dtype):
   x, _, *tables = problem()

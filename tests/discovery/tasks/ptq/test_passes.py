@@ -84,6 +84,7 @@ def test_what_passes_cannot_use_is_a_contract_error(float64, lengths, matrix, me
     passes(source).maps(*operands(*lengths))
 
 
+@pytest.mark.slow
 def test_blocks_reached_are_those_of_the_librarys_wush(float64):
   weight, inputs = operands()
   hook = traced(executor(), programs.source("wush")).computation["encode_weight"]

@@ -33,6 +33,7 @@ from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity, perturbed
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
+from tests.cases import slow
 
 OPTIONS = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
 INTERFACE = interface.INTERFACE
@@ -125,7 +126,7 @@ def test_the_default_encoders_are_the_codec_bit_for_bit(name):
   assert np.array_equal(got[nonzero], np.asarray(expected.scales)[nonzero, 0])
 
 
-@pytest.mark.parametrize("blocks_", [1, 3])
+@pytest.mark.parametrize("blocks_", [*slow(1), 3])
 def test_the_gptq_template_is_the_librarys_gptq(blocks_):
   generator = np.random.default_rng(1)
   width = 32 * blocks_
@@ -147,6 +148,7 @@ def test_the_gptq_template_is_the_librarys_gptq(blocks_):
   assert loss(value) < loss(gptq.round_to_nearest(weight).decoded)
 
 
+@pytest.mark.slow
 def test_the_one_code_template_is_the_librarys_refinement():
   generator = np.random.default_rng(3)
   weight = jnp.asarray(generator.standard_normal((1, 32, 48)), jnp.float32)

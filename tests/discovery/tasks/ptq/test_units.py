@@ -31,6 +31,7 @@ from mxjax.methods.recovery import Sample
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.numerics.shaping.input_maps import BlockDense
+from tests.cases import slow
 
 TASK = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
 INTERFACE = TASK.interface
@@ -92,7 +93,7 @@ def solve_linear(step, sums, state):
 )
 
 
-@pytest.mark.parametrize("blocks", [2, 3])
+@pytest.mark.parametrize("blocks", [*slow(2), 3])
 def test_a_linears_passes_sum_all_sequences_and_hand_on_their_state(
   float64, blocks, monkeypatch
 ):
@@ -262,6 +263,7 @@ def mlp_sums(measure, arrays, down):
   return sum(measure(*a, down, jnp.int32(n))[0] for n, a in enumerate(each))
 
 
+@pytest.mark.slow
 def test_the_mlps_fit_written_whole_is_the_librarys(float64):
   get, (arrays, down) = hooks(programs.source("recovery")), mlp_arrays()
   sums, deviation = library_cells(arrays, down)
@@ -318,6 +320,7 @@ def samples():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "library"), [(0, ATTENTION), (1, MLP)])
 def test_the_pipeline_sums_what_a_program_asks_of_every_sequence(
   float64, which, library
@@ -355,6 +358,7 @@ def test_what_a_fit_may_not_give_is_a_contract_error(float64, which, hook, code)
     fit.solve(moments)
 
 
+@pytest.mark.slow
 def test_a_search_computes_in_the_dtype_that_it_says():
   options = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
   narrow = ptq.PtqTask(**options, dtype="bfloat16")

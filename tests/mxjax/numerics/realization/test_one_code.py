@@ -157,6 +157,7 @@ def test_symmetric_packing_round_trips():
   np.testing.assert_array_equal(one_code.unpack_symmetric(packed), gram)
 
 
+@pytest.mark.slow
 def test_the_expected_cross_is_what_a_blocks_inputs_foretell_of_all_weight_errors():
   """The regression of the whole linear's output error on the inputs of one block."""
   rng = np.random.default_rng(8)

@@ -75,6 +75,7 @@ def test_pairs_are_disjoint_and_take_the_least_even_columns():
   assert set(pairs.ravel()) == set(worst)
 
 
+@pytest.mark.slow
 def test_rotating_positions_lowers_the_unevenness_and_stays_orthogonal():
   rng = np.random.default_rng(3)
   rows = rng.standard_normal((32, 600)) * rng.lognormal(0, 1, (32, 1))
