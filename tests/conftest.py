@@ -183,8 +183,8 @@ def set_aside():
   """Leaves what lives now out of collections, until a process is full.
 
   JAX keeps what it traced, so that after some files a process holds millions of
-  objects. A full collection looks at each of them, and reading a checkpoint ends with
-  one: in a process that had run other files it took seconds.
+  objects. A full collection looks at each of them, and where objects are frozen, as
+  here, reading a checkpoint ends with one: after other files it took seconds.
   """
   gc.collect(1)
   gc.freeze()
