@@ -1,5 +1,7 @@
 """Loader of GGUF files (llama.cpp's format) of the llama architecture."""
 
+import contextlib
+import contextvars
 import functools
 import pathlib
 from collections.abc import Iterator
@@ -54,6 +56,10 @@ GLOBAL_NAMES = {
 }
 """Tensors outside the layers, by their GGUF name without the last part."""
 
+_HEADERS: contextvars.ContextVar[dict[pathlib.Path, "GGUFReader"] | None] = (
+  contextvars.ContextVar("headers", default=None)
+)
+
 LAYER_NAMES = {
   "attn_norm": ("input_layernorm",),
   "attn_q": ("self_attn", "q_proj"),
@@ -87,8 +93,34 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
     return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
 
 
+@contextlib.contextmanager
+def headers_kept() -> Iterator[None]:
+  """Reads the header of each file once inside the block, and forgets it behind it.
+
+  A vocabulary takes more than a second to read, and a command asks for the config, the
+  weights and the tokenizer in turn. A file that changes meanwhile is not read again.
+  """
+  if _HEADERS.get() is not None:
+    yield
+    return
+  token = _HEADERS.set({})
+  try:
+    yield
+  finally:
+    _HEADERS.reset(token)
+
+
 def open_reader(path: pathlib.Path) -> "GGUFReader":
   """Memory-maps a GGUF file and reads its header; raises as `open_file` does."""
+  kept = _HEADERS.get()
+  if kept is None:
+    return _read_header(path)
+  if path not in kept:
+    kept[path] = _read_header(path)
+  return kept[path]
+
+
+def _read_header(path: pathlib.Path) -> "GGUFReader":
   if not path.is_file():
     raise FileNotFoundRefusal(
       path,

@@ -18,6 +18,7 @@ from mxjax.evaluation.provenance import DEFAULT_MODEL
 from mxjax.evaluation.report import numbers
 from mxjax.evaluation.subjects import CalibrationSample, Evaluation, Prepared
 from mxjax.intake import texts
+from mxjax.models.loading import gguf
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | None:
@@ -93,19 +94,20 @@ def prepare(
   tell = output.teller(options.log if processes.is_leader() else "none")
   tell(f"loading {model_name(options)}")
   output.stage(f"loading {model_name(options)}")
-  config = models.load_config(options.model, dtype=options.dtype)
-  shared.fit_lengths(options, config.max_positions)
-  on_disk = subjects.stays_on_disk(config, options.on_disk)
-  for line in _announcement(options, config, names, on_disk=on_disk):
-    tell(line)
-  return subjects.prepare(
-    options.model,
-    sample(options),
-    evaluation(options),
-    dtype=options.dtype,
-    on_disk=on_disk,
-    mesh=mesh,
-  )
+  with gguf.headers_kept():
+    config = models.load_config(options.model, dtype=options.dtype)
+    shared.fit_lengths(options, config.max_positions)
+    on_disk = subjects.stays_on_disk(config, options.on_disk)
+    for line in _announcement(options, config, names, on_disk=on_disk):
+      tell(line)
+    return subjects.prepare(
+      options.model,
+      sample(options),
+      evaluation(options),
+      dtype=options.dtype,
+      on_disk=on_disk,
+      mesh=mesh,
+    )
 
 
 def _announcement(

@@ -144,8 +144,7 @@ class Program:
     shaping = self.shape(blocks, inputs)
     hook_results.check_shaping(self, shaping, blocks)
     input_map, of_shape = shaping
-    with execution.one_lapack_thread():
-      folded = fold(blocks, input_map)
+    folded = fold(blocks, input_map)
     made = self.quantize_weight(folded, inputs, input_map)
     hook_results.check_realization(self, made, folded)
     if made.correction is not None:
@@ -208,9 +207,17 @@ def pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
   return result.tensor()
 
 
-@execution.jit()
 def fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
-  """Folds weights into a map's coordinates; computes in float64, returns float32."""
+  """Folds weights into a map's coordinates; computes in float64, returns float32.
+
+  Whoever folds by one map gets the same bits: LAPACK inverts it on one thread.
+  """
+  with execution.one_lapack_thread():
+    return _fold(blocks, input_map)
+
+
+@execution.jit()
+def _fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
   if input_map is None:
     return blocks
   return input_map.fold(blocks.astype(jnp.float64)).astype(jnp.float32)

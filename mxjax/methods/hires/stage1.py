@@ -396,7 +396,8 @@ def balance(
   errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
   tokens = np.float64(inputs.tokens)
   mapped_moment = _mapped_moment(moment, transform)
-  folded, *tables = _weight_side(weight, transform, inputs.rules)
+  with execution.one_lapack_thread():
+    folded, *tables = _weight_side(weight, transform, inputs.rules)
   scales, signal = _propose(*tables, mapped_moment, errors, tokens)
 
   def trial(scale: jax.Array) -> dyadic_balance.Trial:

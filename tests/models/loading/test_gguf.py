@@ -188,6 +188,23 @@ def test_another_byte_order_is_named(golden, tmp_path):
     models.from_pretrained(path)
 
 
+def test_a_header_is_read_once_in_a_block_and_anew_behind_it(
+  golden, tmp_path, monkeypatch
+):
+  path, read = write(golden, tmp_path / "tiny.gguf"), []
+  actual = gguf._read_header
+  monkeypatch.setattr(gguf, "_read_header", lambda at: read.append(at) or actual(at))
+  with gguf.headers_kept():
+    models.load_config(path)
+    with gguf.headers_kept():
+      models.open_pretrained(path)
+    models.load_config(path)
+  assert read == [path]
+  write(golden, path, keys={"tokenizer.ggml.eot_token_id": 7})
+  assert 7 in models.load_config(path).eos_ids
+  assert len(read) == 2
+
+
 @pytest.mark.parametrize("shift", [0, 32])
 def test_tensors_that_share_bytes_are_refused(golden, tmp_path, shift):
   path = write(golden, tmp_path / "tiny.gguf")

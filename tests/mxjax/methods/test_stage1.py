@@ -10,10 +10,13 @@ import pytest
 from mxjax import methods
 from mxjax.audit import verify_linears
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.methods import program
 from mxjax.methods.hires import stage1
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.shaping import local_interaction
+from mxjax.run import record
 
 
 def test_the_recorded_norm_of_k_is_its_spectral_norm(monkeypatch):
@@ -82,3 +85,27 @@ def test_narrow_maps_and_tables_fold_and_refine_as_they_are_stored():
   for table, expected in zip(ours, (gram, cross), strict=True):
     tolerance = 2**-8 * np.abs(expected).max()
     np.testing.assert_allclose(table, expected, rtol=2**-8, atol=tolerance)
+
+
+def test_every_inverse_of_a_small_matrix_runs_on_one_thread(monkeypatch):
+  # With threads of OpenBLAS the inverses of a layer took a second beside other work.
+  blas, inside = execution._blas(), []
+  threads = lambda: {one["num_threads"] for one in blas.info()}
+  for module, name in ((stage1, "_weight_side"), (program, "_fold")):
+    actual = getattr(module, name)
+
+    def counted(*args, actual=actual, name=name):
+      inside.append((name, threads()))
+      return actual(*args)
+
+    monkeypatch.setattr(module, name, counted)
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
+  inputs, weight = LinearInputs([draw(2, 2, 32, 64)]), draw(64, 64)
+  with blas.limit(limits=2), precision.float64_scope():
+    before = threads()
+    leaf, _ = methods.get("hires").quantize_linear(weight, inputs)
+    record.linear_record(weight, leaf, inputs)
+    assert threads() == before
+  assert [name for name, _ in inside] == ["_weight_side", "_fold", "_fold"]
+  assert all(found == {1} for _, found in inside)
