@@ -16,6 +16,7 @@ from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.search import frontier
 from mxjax.discovery.tasks import world
 from mxjax.discovery.tasks.ptq import task as ptq
+from tests.cases import slow
 from tests.discovery import searching
 from tests.discovery.proposers import test_llm
 from tests.discovery.proposers import test_prompt as told_
@@ -214,7 +215,7 @@ def test_a_hook_that_a_task_freezes_is_in_no_word_of_its_prompt():
   assert "encode_act" in text(ptq.PtqTask(model="random:0", **OPTIONS))
 
 
-@pytest.mark.parametrize("in_control", [False, True])
+@pytest.mark.parametrize("in_control", [False, *slow(True)])
 def test_a_function_named_as_a_frozen_hook_is_sent_back(tmp_path, in_control):
   plain = ptq.PtqTask(
     model="random:0", calibration=[8, 32], windows=[2, 32], activation_rule="one_code"
@@ -253,7 +254,7 @@ def test_long_tables_name_their_columns_once():
   assert told == "layer_0 to layer_11 from +0 (layer_0) to +1.1 (layer_11)"
 
 
-@pytest.mark.parametrize("name", ["world", "lucky world", "ptq", "one code"])
+@pytest.mark.parametrize("name", ["world", "lucky world", *slow("ptq", "one code")])
 def test_the_example_answer_is_a_whole_experiment(name, tmp_path):
   """Sent back as the first answer, it is accepted, runs, and has a verdict."""
   task = world.World(seed=3, luck=0.5 if name == "lucky world" else 0.0)

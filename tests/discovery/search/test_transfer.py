@@ -113,6 +113,7 @@ def test_every_step_to_the_champion_improved_both_models(finished, tasks, execut
     assert all(a < b - margin for a, b in itertools.pairwise(losses))
 
 
+@pytest.mark.slow
 def test_a_gain_on_the_visible_model_alone_is_not_built_upon(finished):
   running, folder = finished
   judged = {e["program"]: e["accepted"] for e in events(folder, "transfer")}

@@ -171,6 +171,7 @@ def test_what_is_eligible(verdict, excluded, status, focal):
   assert trial_replay.eligible(told, packet, events) == focal
 
 
+@pytest.mark.slow
 def test_bound_is_free_with_the_demand_and_its_rules(found):
   for each, made, prompts in conditions(found):
     assert made["free"][1] == made["bound"][1] == each.demand
@@ -182,6 +183,7 @@ def test_bound_is_free_with_the_demand_and_its_rules(found):
     assert demanded == prompt._demand_text(each.demand, made["bound"][0])
 
 
+@pytest.mark.slow
 def test_every_condition_is_told_the_one_call_of_a_successor(found):
   assert found
   for _, _, prompts in conditions(found):
@@ -191,6 +193,7 @@ def test_every_condition_is_told_the_one_call_of_a_successor(found):
       assert ("no control of it will run" in user["content"]) == (name != "text")
 
 
+@pytest.mark.slow
 def test_shuffled_is_bound_but_for_what_the_demand_says(found):
   for each, made, prompts in conditions(found):
     gone, more = added(prompts["bound"], prompts["shuffled"])
@@ -205,6 +208,7 @@ def test_shuffled_is_bound_but_for_what_the_demand_says(found):
     assert {*wrong.survivors} <= named
 
 
+@pytest.mark.slow
 def test_the_shuffled_verdict_is_that_of_another_transition_if_one_differs(found):
   mine = found[0].demand
   other = dataclasses.replace(
@@ -225,6 +229,7 @@ def test_the_shuffled_verdict_is_that_of_another_transition_if_one_differs(found
   assert (back.verdict, back.about) == ("supported", (mine.residual.observable,))
 
 
+@pytest.mark.slow
 def test_plain_text_has_the_measurements_and_no_word_of_a_verdict(found):
   for each, made, prompts in conditions(found):
     system, user = (message["content"].lower() for message in prompts["text"])

@@ -41,6 +41,7 @@ def test_each_rule_is_best_at_its_own_objective(found):
   assert (full["sequences"], full["length"]) == (2, 32)
 
 
+@pytest.mark.slow
 def test_the_objectives_are_those_of_the_definition(
   built, tiny_model, tiny_params, tiny_tokens
 ):

@@ -79,6 +79,7 @@ def test_the_table_has_every_cell_and_its_differences(made, model):
   assert not (made / "store").exists()
 
 
+@pytest.mark.slow
 def test_rows_that_differ_in_recovery_share_linears(made, model):
   def row(method, seed):
     return jobs.measured(Build(str(model), method, seed), made)["build"]

@@ -91,6 +91,7 @@ CONFIG = json.dumps(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_verify_notices_every_byte_of_an_output_folder(folder, bytes_only, every):
   out = folder("out")

@@ -211,6 +211,7 @@ def test_sequences_must_divide_over_the_devices():
     two.chunk_size(8, 4)
 
 
+@pytest.mark.slow
 def test_a_store_beside_a_mesh_is_refused(
   tiny_model, tiny_params, tiny_tokens, tmp_path
 ):

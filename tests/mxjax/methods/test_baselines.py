@@ -25,6 +25,7 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.storage import checkpoint
 from mxjax.storage.export import compressed_tensors, dequant, gguf, transformers_folder
+from tests.cases import slow
 from tests.mxjax.quantized import assert_same
 from tests.tiny import leaves_of
 
@@ -113,7 +114,9 @@ def test_options_that_change_what_is_stored_are_planned(name, tiny_build, tiny_c
   assert_planned(name, tiny_build(name).params, tiny_config)
 
 
-@pytest.mark.parametrize("name", ["wush", "torq", "batquant", "spinquant", "mr-gptq"])
+@pytest.mark.parametrize(
+  "name", ["wush", "mr-gptq", *slow("torq", "batquant", "spinquant")]
+)
 def test_what_is_saved_is_what_is_restored(name, tiny_build, tiny_config, tmp_path):
   result = tiny_build(FAST.get(name, name))
   folder = checkpoint.save_checkpoint(tmp_path / name, result.params, tiny_config)

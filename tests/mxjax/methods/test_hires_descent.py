@@ -163,6 +163,7 @@ SEARCHED = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_each_block_takes_the_candidate_with_the_smallest_error(calibrated, float64):
   weight, inputs, _ = calibrated
   blocks = mxfp4.weight_blocks(weight)

@@ -73,6 +73,7 @@ def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
   assert (ours != linear(x, leaf)).any()
 
 
+@pytest.mark.slow
 def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypatch):
   monkeypatch.setattr(implementations, "target", lambda: targets.HOPPER)
   x = jnp.ones((64, 64), jnp.bfloat16)

@@ -58,6 +58,7 @@ def test_a_loaded_model_runs_on_sharded_tokens(elsewhere):
   assert np.median(error / np.linalg.norm(here, axis=-1)) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_exported_program_needs_no_kernel_of_ours(elsewhere):
   here, there, text, _ = elsewhere
   assert not [name for name in re.findall(r"custom_call @(\w+)", text) if "mx" in name]
