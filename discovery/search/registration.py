@@ -327,7 +327,9 @@ def unfit(
   if prepared.call is None:
     return prepared.status, prepared.detail
   interface = evaluator.task.interface
-  made = changed_definitions(selection.parent.source, prepared.source)
+  before = selection.parent.source
+  # Most tasks freeze nothing, and need no second look at both sources.
+  made = changed_definitions(before, prepared.source) if interface.frozen else ()
   if idle := _frozen(made, interface):
     return Status.REJECTED, f"program: {idle}"
   banned = forbidden(selection, prepared, evaluator)

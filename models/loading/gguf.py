@@ -56,10 +56,6 @@ GLOBAL_NAMES = {
 }
 """Tensors outside the layers, by their GGUF name without the last part."""
 
-_HEADERS: contextvars.ContextVar[dict[pathlib.Path, "GGUFReader"] | None] = (
-  contextvars.ContextVar("headers", default=None)
-)
-
 LAYER_NAMES = {
   "attn_norm": ("input_layernorm",),
   "attn_q": ("self_attn", "q_proj"),
@@ -91,6 +87,12 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   with refusing(path, "the metadata of a model converted by llama.cpp"):
     config = read_config(reader, tensors, dtype=dtype)
     return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
+
+
+_HEADERS: contextvars.ContextVar[dict[pathlib.Path, "GGUFReader"] | None] = (
+  contextvars.ContextVar("headers", default=None)
+)
+"""Readers by path while a `headers_kept` is open."""
 
 
 @contextlib.contextmanager

@@ -36,6 +36,18 @@ def task(request, tmp_path):
   return world.World(seed=3, luck=0.5 if "lucky" in request.param else 0.0)
 
 
+def calibrated(rule):
+  """A `ptq` task in which nearly everything moves beyond its margin and is open."""
+  return ptq.PtqTask(
+    model="random:0",
+    calibration=[8, 32],
+    windows=[2, 32],
+    activation_rule=rule,
+    margins={"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9},
+    initial=dict.fromkeys(ptq.RESIDUALS, 1e-9),
+  )
+
+
 def text(task, evidence="verdict", **changes):
   parent = dataclasses.replace(
     told_.record("p"),
@@ -217,14 +229,7 @@ def test_a_hook_that_a_task_freezes_is_in_no_word_of_its_prompt():
 
 @pytest.mark.parametrize("in_control", [False, *slow(True)])
 def test_a_function_named_as_a_frozen_hook_is_sent_back(tmp_path, in_control):
-  plain = ptq.PtqTask(
-    model="random:0", calibration=[8, 32], windows=[2, 32], activation_rule="one_code"
-  )
-  options = dataclasses.asdict(plain.options) | {
-    "margins": {"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9},
-    "initial": dict.fromkeys(ptq.RESIDUALS, 1e-9),
-  }
-  task = ptq.PtqTask(**options)
+  task = calibrated("one_code")
   own = "\n\ndef encode_act(block, gram, cross):\n  return chosen(block)\n"
   bad = dict(task.example)
   if in_control:
@@ -259,14 +264,7 @@ def test_the_example_answer_is_a_whole_experiment(name, tmp_path):
   """Sent back as the first answer, it is accepted, runs, and has a verdict."""
   task = world.World(seed=3, luck=0.5 if name == "lucky world" else 0.0)
   if "world" not in name:
-    rule = "program" if name == "ptq" else "one_code"
-    plain = ptq.PtqTask(
-      model="random:0", calibration=[8, 32], windows=[2, 32], activation_rule=rule
-    )
-    initial = dict.fromkeys(ptq.RESIDUALS, 1e-9)
-    margins = {"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9}
-    options = dataclasses.asdict(plain.options)
-    task = ptq.PtqTask(**{**options, "margins": margins, "initial": initial})
+    task = calibrated("program" if name == "ptq" else "one_code")
   example = json.dumps(task.example)
   assert example in text(task)
   model = test_llm.Model(example)
