@@ -38,13 +38,14 @@ def task(request, tmp_path):
 
 def calibrated(rule):
   """A `ptq` task in which nearly everything moves beyond its margin and is open."""
+  initial: dict[str, float] = dict.fromkeys(ptq.RESIDUALS, 1e-9)
   return ptq.PtqTask(
     model="random:0",
     calibration=[8, 32],
     windows=[2, 32],
     activation_rule=rule,
     margins={"log_ppl": 1e-6, "weight_error": 1e-9, "operator_error": 1e-9},
-    initial=dict.fromkeys(ptq.RESIDUALS, 1e-9),
+    initial=initial,
   )
 
 
