@@ -1,5 +1,6 @@
 """The documents name files that exist, and show results that were measured."""
 
+import collections
 import importlib.util
 import json
 import pathlib
@@ -126,20 +127,48 @@ def test_the_page_of_hires_has_the_constants_of_the_code():
     assert float(words.get(shown[0], shown[0])) == pytest.approx(value), pattern
 
 
-def test_the_lineage_of_the_ported_program_is_that_of_its_log():
+@pytest.mark.parametrize(
+  ("heading", "run", "count"),
+  [
+    ("## What was made a method", "ptq_by_a_model", 8),
+    ("### One whole run by the present prompts", "ptq_again_by_a_model", 12),
+  ],
+)
+def test_the_lineage_of_a_champion_is_that_of_its_log(heading, run, count):
   """Every KL of a row is that of a call of the row, or of a control of it."""
   page = (ROOT / "docs" / "results" / "discovery.md").read_text()
-  table = page.partition("## What was made a method")[2].partition("| call |")[2]
-  log = (ROOT / "tests/golden/ptq_by_a_model/log.jsonl").read_text().splitlines()
+  table = page.partition(heading)[2].partition("| call |")[2]
+  log = (ROOT / "tests" / "golden" / run / "log.jsonl").read_text().splitlines()
   events = [json.loads(line) for line in log]
   kl = [(e["call"], e["values"]["kl"]) for e in events if e["event"] == "outcome"]
   rows = [line.split("|")[1:-1] for line in table.split("\n\n")[0].splitlines()[2:]]
-  assert len(rows) == 8
+  assert len(rows) == count
   for calls, _, *cells in rows:
     first, *_, last = [*map(int, calls.split(", "))] * 2
-    known = {f"{value:.4f}"[1:] for call, value in kl if first <= call <= last + 2}
+    known = {f"{value:.4f}"[1:] for call, value in kl if first <= call <= last + 3}
     shown = re.findall(r"\.\d{4}", " ".join(cells))
     assert shown and {*shown} <= known, (calls, shown, known)
+
+
+def test_the_page_counts_what_the_whole_run_on_a_model_did():
+  page = " ".join((ROOT / "docs" / "results" / "discovery.md").read_text().split())
+  log = ROOT / "tests" / "golden" / "ptq_again_by_a_model" / "log.jsonl"
+  events = [json.loads(line) for line in log.read_text().splitlines()]
+  outcomes = [e for e in events if e["event"] == "outcome"]
+  assert {e["status"] for e in outcomes} == {"ok"}
+  assert not [e for e in events if e["event"] == "refused"]
+  made = collections.Counter(e["kind"] for e in outcomes)
+  assert sum(e["charged"] for e in outcomes) == 40
+  assert f"It wrote {made['candidate'] - 1} edits" in page
+  assert made["probe"] == 1
+  assert f"There were {made['control']} controls and one probe" in page
+  kl = {e["call"]: e["values"]["kl"] for e in outcomes}
+  best = min(kl, key=lambda call: kl[call])
+  first, least = (f"{kl[call]:.4f}".removeprefix("0") for call in (1, best))
+  assert f"KL fell from {first} to {least} at call {best}" in page
+  ended = collections.Counter(e["verdict"] for e in events if e["event"] == "verdict")
+  assert f"of {ended.total()} verdicts seven stayed unresolved and six found" in page
+  assert (ended["unresolved"], ended["no_effect"]) == (7, 6)
 
 
 def test_the_page_of_discovery_tells_the_recorded_run_as_its_log_does():

@@ -1,6 +1,7 @@
 """A packet: the experiment, frozen and hashed before its first evaluator call."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,10 @@ class Packet:
       shown["call"] = condition.call._asdict()
     return values
 
-  @property
+  @functools.cached_property
   def hash(self) -> str:
-    """SHA-256 of the canonical form; it registers the packet before its first call."""
+    """SHA-256 of the canonical form; it registers the packet before its first call.
+
+    It is asked for with every event about the packet, and no field changes after.
+    """
     return identity.digest(self.to_dict())

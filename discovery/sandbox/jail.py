@@ -24,7 +24,7 @@ JAILED = LEVELS[:2]
 SCRATCH_BYTES = 64 << 20
 THREADS = 512 + 8 * (os.cpu_count() or 1)
 """Threads of a jail; libraries start some for each processor."""
-WATCH_SECONDS = 0.05
+WATCH_SECONDS = 0.2
 """Between two counts of a jail's threads from outside."""
 
 _CLONE = {

@@ -22,9 +22,10 @@ KEPT = (
 """What is compared: the rest are digests of sources and of traced programs."""
 TOLD = ("outputs", "parts", "task", "models")
 """What a replay is told besides, or tests read."""
-TASK = ("objective", "calibration", "windows", "margins", "initial", "references")
+TASK = ("objective", "activation_rule", "calibration", "windows")
+TASK += ("margins", "initial", "references")
 """Options of a `ptq` task that the prompts depend on, and no path."""
-MARKS = (15, 20, 30)
+MARKS = (15, 20, 30, 40)
 """Numbers of calls after which the best program is kept, where a run had as many."""
 
 
