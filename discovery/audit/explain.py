@@ -414,8 +414,9 @@ def concluded(verdict: Event) -> str:
   """Returns a verdict with its grounds and what it requires, in a sentence."""
   name, reason, response = (verdict[key] for key in ("verdict", "reason", "response"))
   gone = [f"{each} by {by}" for each, by in verdict["excluded"].items()]
+  would = ", if so small a change told anything" if reason == "within_margin" else ""
   return (
-    f"{name} ({reason}), which means: {words.concluded(verdict)}. Excluded: "
+    f"{name} ({reason}), which means: {words.concluded(verdict)}. Excluded{would}: "
     f"{'; '.join(gone) or 'none'}. Left: {'; '.join(verdict['survivors']) or 'none'}. "
     f"Explicit by {verdict['explicit'] or 'nothing'}. It requires the response "
     f"{response}: {words.ASKS.get(response, 'unknown')}."
@@ -454,6 +455,7 @@ def whole(folder: pathlib.Path) -> str:
     if end["event"] == "closed"
     else "The run is open.",
     f"margins: {margins_of(margins)}",
+    "What the words mean stands at the end.",
   )
   parts = ["\n".join(printable(line, "") for line in opening)]
   best = programs[-1]["champion"] if programs else ""
@@ -471,17 +473,29 @@ def whole(folder: pathlib.Path) -> str:
       printable(f"The champion, {best[:12]}:\n{source(folder, best)}"),
       printable(f"Its change from the start:\n{change}"),
     ]
-  return "\n\n".join(parts)
+  meant = (f"  {word}: {meaning}" for word, meaning in words.WORDS.items())
+  return "\n\n".join([*parts, "\n".join(["What the words mean:", *meant])])
 
 
 def _way(line: Sequence[tuple[Story, Made]]) -> list[str]:
   """Returns the steps to the champion: value, label and what the verdict says."""
-  lines = [f"The way to the champion, {line[-1][1].program[:12]}:"]
+  lines = [
+    f"The way to the champion, {line[-1][1].program[:12]}. Each step revises the one "
+    "before it, which need not have been the best by then:"
+  ]
   for story, made in line:
-    is_start = not made.parent
-    lines.append(f"  {made.value} {'the start' if is_start else made.label}")
-    if not is_start:
-      lines.append(f"    {verdict(story)}")
+    if not made.parent:
+      lines.append(f"  {made.value} the start")
+    elif made.event is not None and "origin" in made.event:
+      # Its verdict is about the edit, which did worse.
+      name = condition(story, made.event["origin"])
+      kind = "" if name.startswith("probe ") else "control "
+      lines += [
+        f"  {made.value} {kind}{name}, kept as a program of its own",
+        f"    of the edit {quoted(story.label)}, {verdict(story)}",
+      ]
+    else:
+      lines += [f"  {made.value} {made.label}", f"    {verdict(story)}"]
   return lines
 
 
@@ -527,7 +541,7 @@ def _registered(story: Story, packet: Event) -> list[str]:
 def asked(story: Story, residual: Event) -> str:
   """Returns the question of a packet: where it was measured, and what moves it."""
   told = (
-    f"{residual['observable']} = {residual['value']:.4g} over "
+    f"{residual['observable']} = {residual['value']:.4g}, over its threshold of "
     f"{residual['threshold']:.4g}, measured on {called(story, residual['program'])}. "
   )
   if parts := ", ".join(residual["computation"]):

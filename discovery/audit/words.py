@@ -10,7 +10,7 @@ MEANINGS: Mapping[str, str] = {
   "is left",
   Verdict.MEDIATOR_ONLY: "what was predicted beside the target came, without a gain",
   Verdict.NO_EFFECT: "nothing predicted happened, or the program is its parent",
-  Verdict.UNRESOLVED: "several accounts are left, or none",
+  Verdict.UNRESOLVED: "nothing was decided",
   Verdict.UNSAFE: "a condition broke the contract, or the parent was not restored",
 }
 """What each verdict says."""
@@ -48,7 +48,7 @@ SYMBOLS: Mapping[str, str] = {
   "the same.",
   "kept, lost, gone, reversed": "What a control left of the edit's own change: all of "
   "it but for the margin, less than that, no more than the margin, or a change the "
-  "other way.",
+  "other way. It compares with the edit, so that `same, kept` is no contradiction.",
 }
 """How an observable moved."""
 STATES: Mapping[str, str] = {
@@ -105,9 +105,10 @@ OWING: Mapping[str, str] = {
   "abandoned": "given up after failed answers, by revisions of {}",
   "superseded": "replaced by the same demand of a later verdict, on revisions of {}",
   "resolved": "settled by a later verdict on its question, for revisions of {}",
-  "within_margin": "not demanded of revisions of {}",
+  "within_margin": "not demanded of revisions of {}, as a change within the margin "
+  "asks for nothing",
   "left": "dropped after answers about something else, by revisions of {}",
-  "at_floor": "not demanded of revisions of {}",
+  "at_floor": "not demanded of revisions of {}, as the observable is at its floor",
 }
 """What became of a demand on the revisions of a program."""
 

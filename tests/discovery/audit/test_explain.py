@@ -60,7 +60,7 @@ def test_a_run_is_told_whole_to_somebody_who_was_not_there(tmp_path):
   (found,) = of("verdict")
   values = of("outcome")[1]["values"]
   assert "why it should help" in told and "act: act" in told, "what the model said"
-  assert f"residual: excess_{test_llm.A} = 0.9 over 0.5" in told
+  assert f"residual: excess_{test_llm.A} = 0.9, over its threshold of 0.5" in told
   assert f"loss {values['loss']:.6g} (down)" in told, "values beside how they moved"
   assert "(same, gone)" in told, "of a control, what is left of the edit's change"
   assert f"verdict: {found['verdict']} ({found['reason']})" in told
@@ -74,14 +74,16 @@ def test_a_run_is_told_whole_to_somebody_who_was_not_there(tmp_path):
   heads = f"--- start {start[:12]}\n+++ champion {best[:12]}\n"
   assert f"Its change from the start:\n{heads}" in told
   assert "The run has ended: proposer: " in told
-  way = told.partition(f"The way to the champion, {best[:12]}:\n")[2]
-  steps = way.partition("\n\n")[0].splitlines()
+  way = told.partition(f"The way to the champion, {best[:12]}. ")[2]
+  steps = way.partition("\n\n")[0].splitlines()[1:]
   first, last = (f"{of('program')[i]['value']:.6g}" for i in (0, -1))
   label = of("packet")[1]["label"]
   assert steps[:2] == [f"  {first} the start", f"  {last} {label}"]
   assert words.MEANINGS[found["verdict"]] in steps[2], "the verdict in words"
   assert words.REASONS[found["reason"]] in steps[2]
   assert "\nprogram " in way, "the packets come after it"
+  meant = told.partition("\nWhat the words mean:\n")[2].splitlines()
+  assert [line.strip().partition(": ")[0] for line in meant] == [*words.WORDS]
 
 
 A, B = steering.A, steering.B
@@ -134,9 +136,10 @@ def test_a_champion_that_was_a_control_is_told_by_its_own_diff_and_value(adopted
   assert len(changes(story.diff)) > len(lines)
   whole = explain.whole(folder)
   way = whole.partition("The way to the champion")[2].partition("\n\n")[0]
-  assert f"  {made.value} edit, as in w\n" in way
+  assert f"  {made.value} control w, kept as a program of its own\n" in way
+  assert f'    of the edit "edit", {explain.verdict(story)}' in way
   assert whole.count(made.diff) == 1, "under its packet, beside that of the edit"
-  last = whole.partition("Its change from the start:\n")[2]
+  last = whole.partition("Its change from the start:\n")[2].partition("\n\nWhat ")[0]
   assert changes(last.strip()) == lines
 
 
