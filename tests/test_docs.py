@@ -3,6 +3,7 @@
 import collections
 import importlib.util
 import json
+import math
 import pathlib
 import re
 
@@ -140,26 +141,33 @@ def test_the_lineage_of_a_champion_is_that_of_its_log(heading, run, count):
   table = page.partition(heading)[2].partition("| call |")[2]
   log = (ROOT / "tests" / "golden" / run / "log.jsonl").read_text().splitlines()
   events = [json.loads(line) for line in log]
-  kl = [(e["call"], e["values"]["kl"]) for e in events if e["event"] == "outcome"]
+  outcomes = [e for e in events if e["event"] == "outcome"]
+  kl = [(e["call"], e["values"]["kl"]) for e in outcomes]
+  edits = [e["call"] for e in outcomes if e["kind"] == "candidate"]
   rows = [line.split("|")[1:-1] for line in table.split("\n\n")[0].splitlines()[2:]]
   assert len(rows) == count
   for calls, _, *cells in rows:
     first, *_, last = [*map(int, calls.split(", "))] * 2
-    known = {f"{value:.4f}"[1:] for call, value in kl if first <= call <= last + 3}
+    after = min((call for call in edits if call > last), default=math.inf)
+    known = {f"{value:.4f}"[1:] for call, value in kl if first <= call < after}
     shown = re.findall(r"\.\d{4}", " ".join(cells))
     assert shown and {*shown} <= known, (calls, shown, known)
 
 
 def test_the_page_counts_what_the_whole_run_on_a_model_did():
   page = " ".join((ROOT / "docs" / "results" / "discovery.md").read_text().split())
-  log = ROOT / "tests" / "golden" / "ptq_again_by_a_model" / "log.jsonl"
-  events = [json.loads(line) for line in log.read_text().splitlines()]
+  folder = ROOT / "tests" / "golden" / "ptq_again_by_a_model"
+  rows = lambda name: map(json.loads, (folder / name).read_text().splitlines())
+  events = [*rows("log.jsonl")]
+  replies = sum("reply" in row for row in rows("cassette.jsonl"))
   outcomes = [e for e in events if e["event"] == "outcome"]
   assert {e["status"] for e in outcomes} == {"ok"}
   assert not [e for e in events if e["event"] == "refused"]
   made = collections.Counter(e["kind"] for e in outcomes)
   assert sum(e["charged"] for e in outcomes) == 40
-  assert f"It wrote {made['candidate'] - 1} edits" in page
+  edits = made["candidate"] - 1
+  assert f"It wrote {edits} edits in {replies} replies" in page
+  assert f"The other {replies - edits} asked" in page
   assert made["probe"] == 1
   assert f"There were {made['control']} controls and one probe" in page
   kl = {e["call"]: e["values"]["kl"] for e in outcomes}

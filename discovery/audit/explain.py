@@ -455,7 +455,7 @@ def whole(folder: pathlib.Path) -> str:
     if end["event"] == "closed"
     else "The run is open.",
     f"margins: {margins_of(margins)}",
-    "What the words mean stands at the end.",
+    "The words are explained at the end.",
   )
   parts = ["\n".join(printable(line, "") for line in opening)]
   best = programs[-1]["champion"] if programs else ""

@@ -48,7 +48,8 @@ SYMBOLS: Mapping[str, str] = {
   "the same.",
   "kept, lost, gone, reversed": "What a control left of the edit's own change: all of "
   "it but for the margin, less than that, no more than the margin, or a change the "
-  "other way. It compares with the edit, so that `same, kept` is no contradiction.",
+  "other way. The first of two words compares with the parent and the second with the "
+  "edit, so that a control may be the same as the parent and kept.",
 }
 """How an observable moved."""
 STATES: Mapping[str, str] = {
@@ -105,10 +106,9 @@ OWING: Mapping[str, str] = {
   "abandoned": "given up after failed answers, by revisions of {}",
   "superseded": "replaced by the same demand of a later verdict, on revisions of {}",
   "resolved": "settled by a later verdict on its question, for revisions of {}",
-  "within_margin": "not demanded of revisions of {}, as a change within the margin "
-  "asks for nothing",
+  "within_margin": "not demanded of revisions of {}",
   "left": "dropped after answers about something else, by revisions of {}",
-  "at_floor": "not demanded of revisions of {}, as the observable is at its floor",
+  "at_floor": "not demanded of revisions of {}",
 }
 """What became of a demand on the revisions of a program."""
 

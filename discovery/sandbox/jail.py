@@ -25,7 +25,11 @@ SCRATCH_BYTES = 64 << 20
 THREADS = 512 + 8 * (os.cpu_count() or 1)
 """Threads of a jail; libraries start some for each processor."""
 WATCH_SECONDS = 0.2
-"""Between two counts of a jail's threads from outside."""
+"""Between two counts of a jail's threads from outside.
+
+Each count wakes the process that watches, also beside a worker that waits for its next
+call. What starts threads until it is counted is bounded by its address space.
+"""
 
 _CLONE = {
   "user": 0x10000000,

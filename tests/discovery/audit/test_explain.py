@@ -246,6 +246,19 @@ def test_the_first_time_that_a_program_ran_counts():
   assert made.value == "1"
 
 
+@pytest.mark.parametrize(
+  ("reason", "told"),
+  [
+    ("within_margin", "Excluded, if so small a change told anything: ours by primary."),
+    ("none_left", "Excluded: ours by primary."),
+  ],
+)
+def test_a_change_within_the_margin_excludes_nothing(reason, told):
+  asks = {"verdict": "unresolved", "response": "add_discriminator", "reason": reason}
+  found = {"excluded": {"ours": "primary"}, "survivors": [], "explicit": ""}
+  assert told in explain.concluded(asks | found)
+
+
 def test_every_word_of_a_verdict_has_a_meaning():
   assert {*words.MEANINGS} == {*words.Verdict}
   assert {*words.ASKS} == {*words.Response}
