@@ -1,4 +1,4 @@
-"""map-search and the search of maps in hires-next, on four small models.
+"""map-search, map-descent and their maps in hires-next, on four small models.
 
   python benchmarks/map_search.py --data ../shared/data [--models llama ...]
     [--draws 1 2]
@@ -35,12 +35,14 @@ ROWS = {
   "wush": "wush",
   "hires-descent": "hires-descent",
   "map-search": "map-search",
+  "map-descent": "map-descent",
   "hires-next": "hires-next",
   "hires-next, K = 0, D = I": ONE_MAP,
   "hires-next, one candidate": f"{ONE_MAP}:candidates=1",
   "hires-next, maps searched": f"{ONE_MAP}:candidates=84",
+  "hires-next, maps descended": f"{ONE_MAP}:candidates=84:map_steps=300",
 }
-AGAINST = "hires", "hires-descent", "hires-next"
+AGAINST = "hires", "hires-descent", "map-search", "hires-next"
 
 
 def row(model, params, texts, draw, method):
@@ -74,7 +76,7 @@ def difference(ours, base):
 
 
 def table(rows):
-  """A line for each model and method: KL, and its differences from three methods."""
+  """A line for each model and method: KL, and its differences from four methods."""
   lines = []
   for model in dict.fromkeys(row["model"] for row in rows):
     for name in ROWS:

@@ -95,7 +95,11 @@ def test_the_pages_of_searched_maps_tell_what_their_rows_say():
   told = (
     ("map-search", 4, r"`map-search` takes (\d+) to (\d+) % off the KL of HiRes"),
     ("map-search", 5, r"`map-search` is\s+(\d+) to (\d+) % below it"),
-    ("maps searched", 6, r"another (\d+) to (\d+) % off the KL of `hires-next`"),
+    ("map-descent", 4, r"`map-descent` takes (\d+) to (\d+) % off the KL of HiRes"),
+    ("map-descent", 7, r"is (\d+) to (\d+) % below `hires-next`"),
+    ("maps searched", 7, r"alone takes another (\d+) to (\d+) % off the KL"),
+    ("maps descended", 7, r"maps take another (\d+) to (\d+) % off the KL of"),
+    ("maps descended", 4, r"and (\d+) to (\d+) % off that of HiRes"),
   )
   for name, column, pattern in told:
     rows = [number.fullmatch(row[column]) for row in cells if row[1].endswith(name)]

@@ -23,7 +23,10 @@ that they make (`map_search` of the numerics), in place of the interaction and t
 balance. It is what a program that a language model found has in its maps, with the
 codes of `hires-descent`. See `docs/results/discovery.md`.
 
-One class has the options of all three, and its defaults are those of `hires-descent`.
+`map-descent` turns that map further, by some hundred steps down the slope of its own
+rounding error (`map_descent` of the numerics).
+
+One class has the options of all of them, and its defaults are those of `hires-descent`.
 """
 
 import dataclasses
@@ -73,6 +76,8 @@ class HiResDescent(Program):
       of which it takes the one with the smallest rounding error; see `map_search` of
       the numerics. With 0, the map of Stage I. Needs the interaction and the balance
       off, which correct that map.
+    map_steps: Steps by which the best candidate is turned further, down the slope of
+      its rounding error; see `map_descent` of the numerics. Needs `candidates`.
     rounding: The A4 rule, as in `HiRes`, where `changes` is 0.
     scales: Where GPTQ takes the exponents of weight blocks from.
     damping: Relative damping of GPTQ.
@@ -95,6 +100,7 @@ class HiResDescent(Program):
   chart: Literal["reference", "geometric"] = "reference"
   max_condition: Factor = reference_chart.MAX_CONDITION
   candidates: Count = 0
+  map_steps: Count = 0
   rounding: stage2.ActivationRule = "full"
   scales: gptq.ScaleSource = "searched"
   damping: Share = gptq.DAMPING
@@ -130,6 +136,14 @@ class HiResDescent(Program):
         f"use_balance={self.use_balance}",
         mend="give both, or candidates=0",
       )
+    if self.map_steps and not self.candidates:
+      raise ValueRefusal(
+        self.name,
+        expected=f"candidates=1 or more for map_steps={self.map_steps}, which begin at "
+        "the best of them",
+        got="candidates=0",
+        mend="give both, or map_steps=0",
+      )
     if self.rounds_up and not self.changes:
       raise ValueRefusal(
         self.name,
@@ -162,6 +176,7 @@ class HiResDescent(Program):
       chart=CHARTS[self.chart],
       max_condition=self.max_condition,
       candidates=self.candidates,
+      steps=self.map_steps,
       changes=changes,
       rules=few_codes.scale_rules(inputs.rules, self.rounds_up),
     )
@@ -273,3 +288,4 @@ MAP_SEARCH = HiResDescent(
   use_interaction=False,
   use_balance=False,
 )
+MAP_DESCENT = dataclasses.replace(MAP_SEARCH, name="map-descent", map_steps=300)

@@ -1,7 +1,8 @@
 """Chooses the map of every block among many, by the rounding error that each makes.
 
 It takes the place of the interaction K and the balance D of Stage I, which correct one
-map, where a chart alone is given. The mathematics is that of `map_search`.
+map, where a chart alone is given. The chosen map may then descend on its errors. The
+mathematics is that of `map_search` and `map_descent`.
 """
 
 import functools
@@ -16,10 +17,12 @@ from mxjax.errors import FloatingPointRefusal
 from mxjax.methods.hires import stage1
 from mxjax.methods.program import Shaping
 from mxjax.numerics import mxfp4
-from mxjax.numerics.shaping import input_maps, map_search
+from mxjax.numerics.shaping import input_maps, map_descent, map_search
 
 TOKENS, ROWS = 1024, 512
 """The most tokens and output rows by which candidates are compared, evenly spaced."""
+DESCENT_TOKENS = 2048
+"""The most tokens of a descent, which adapts to what it sees, evenly spaced."""
 
 
 def shape(
@@ -29,10 +32,13 @@ def shape(
   chart: stage1.Chart,
   max_condition: float,
   candidates: int,
+  steps: int,
   changes: int | None,
   rules: mxfp4.Rules,
 ) -> Shaping:
   """Finds the map of a linear: for each block the candidate with the smallest J_k.
+
+  Then it turns that map by steps of descent, if there are any.
 
   Args:
     weight: Raw weights, feature-major, float32 `[blocks, 32, out_features]`.
@@ -40,13 +46,15 @@ def shape(
     chart: The chart whose principal axes the candidates spread.
     max_condition: The chart's largest condition number.
     candidates: Number of maps that are measured, at least 1.
+    steps: Steps of the descent.
     changes: Codes of a block that the activations' rule changes; 0 is nearest, and
       None leaves inputs as they are.
     rules: Codec rules of that rule.
 
   Returns:
     The map, float32 `[blocks, 32, 32]`, and its record: by block the number of the
-    chosen candidate, and J_k of the first and of the chosen one.
+    chosen candidate, J_k of the first and of the chosen one, and with steps L of the
+    descent's start and of its end.
 
   Raises:
     FloatingPointError: No candidate of a block has a finite J_k.
@@ -80,7 +88,7 @@ def shape(
     )
   # A candidate that overflows is never chosen; argmin would take NaN for the least.
   chosen = np.where(is_finite, measured, np.inf).argmin(0)
-  matrix = _installed(turned[chosen], phases[chosen], axes)
+  matrix, fold = _installed(turned[chosen], phases[chosen], axes, inverse)
   record = {
     "map_candidate": chosen.tolist(),
     "map_losses": [
@@ -88,10 +96,31 @@ def shape(
       measured[chosen, np.arange(len(chosen))].tolist(),
     ],
   }
-  return Shaping(input_maps.BlockDense(matrix), record)
+  if steps:
+    kappa = execution.call_in_batches(map_descent.compensated_moment, matrix, moment)
+    descent = execution.block_on_cpu(
+      map_descent.descend(
+        *(matrix, fold, kappa),
+        *(inputs.sample(DESCENT_TOKENS), weight[..., ::stride], output),
+        rules,
+        changes=changes,
+        steps=steps,
+      )
+    )
+    matrix = _followed(matrix, descent.rotation)
+    record["descent_losses"] = [descent.before.tolist(), descent.after.tolist()]
+  return Shaping(input_maps.BlockDense(matrix.astype(jnp.float32)), record)
 
 
 @execution.jit()
-def _installed(turned: jax.Array, phases: jax.Array, axes: jax.Array) -> jax.Array:
-  """Computes the chosen maps, float32 `[blocks, 32, 32]`."""
-  return (phases[:, None, None] * (turned @ axes)).astype(jnp.float32)
+def _installed(
+  turned: jax.Array, phases: jax.Array, axes: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the chosen maps and their transposed inverses, float64."""
+  factor = phases[:, None, None]
+  return factor * (turned @ axes), turned @ inverse / factor
+
+
+@execution.jit()
+def _followed(matrix: jax.Array, rotation: jax.Array) -> jax.Array:
+  return rotation.astype(matrix.dtype) @ matrix

@@ -39,6 +39,7 @@ FAST = {
   "hires-descent": "hires-descent:use_balance=false",
   "hires-next": "hires-next:use_balance=false",
   "map-search": "map-search:candidates=4",
+  "map-descent": "map-descent:candidates=4:map_steps=4",
 }
 """Options that make a method quick; its code path is the same."""
 
@@ -50,7 +51,7 @@ def relative_error(logits, exact):
   return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
 
 
-LONG = ("batquant", "torq", "hires-descent", "hires-next", "map-search")
+LONG = ("batquant", "torq", "hires-descent", "hires-next", "map-search", "map-descent")
 """Methods of which a build takes more than ten seconds."""
 
 

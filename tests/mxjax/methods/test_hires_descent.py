@@ -36,6 +36,8 @@ def test_map_search_is_hires_descent_with_the_options_of_the_documents():
   )
   named = dataclasses.replace(methods.get(documented), name="map-search")
   assert named == methods.MAP_SEARCH
+  descending = methods.get("map-search:map_steps=300")
+  assert dataclasses.replace(descending, name="map-descent") == methods.MAP_DESCENT
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +210,39 @@ def test_searched_maps_lower_the_error_of_the_outputs(calibrated, float64):
     for n in (1, 24)
   )
   assert searched < 0.99 * one
+
+
+def test_the_best_candidate_descends(calibrated, float64):
+  """Its losses go down, and the descent knows the rule of the activations."""
+  weight, inputs, _ = calibrated
+  blocks = mxfp4.weight_blocks(weight)
+  start = dataclasses.replace(SEARCHED, candidates=2)
+  before, searched = start.shape(blocks, inputs)
+  assert "descent_losses" not in searched
+  ends = []
+  for changes in (0, 2):
+    descending = dataclasses.replace(start, changes=changes, map_steps=40)
+    after, record = descending.shape(blocks, inputs)
+    first, last = np.asarray(record["descent_losses"])
+    assert (last < 0.95 * first).all()
+    ends.append(last)
+    # A rotation of the same map: what it makes of distances is the same.
+    if changes == 0:
+      assert record["map_candidate"] == searched["map_candidate"]
+      ours, theirs = (np.asarray(each.matrix, float) for each in (after, before))
+      np.testing.assert_allclose(
+        ours.swapaxes(1, 2) @ ours, theirs.swapaxes(1, 2) @ theirs, rtol=1e-4, atol=1e-5
+      )
+      assert np.abs(ours - theirs).max() > 1e-2
+  assert (ends[1] < ends[0]).all()
+
+
+def test_maps_that_descend_lower_the_error_of_the_outputs(calibrated, float64):
+  searched, descended = (
+    realized(calibrated, dataclasses.replace(SEARCHED, candidates=2, map_steps=n))[1]
+    for n in (0, 100)
+  )
+  assert descended < 0.97 * searched
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ NAMES = (
   ),
   ("hires-descent:rounds_up=true", "changes=1 or more .*got changes=0"),
   ("hires-next:candidates=8", "use_balance=false for candidates=8, .*got use_in"),
+  ("hires-descent:map_steps=8", "candidates=1 or more for map_steps=8, .*got cand"),
   ("hires-next:max_condition=0.5", "greater than or equal to 1, .* default, 32.0"),
   ("hires-next:chart=geodesic", "one of reference, geometric, .* default, geo"),
   ("hires:chart=geometric", "got 'chart=geometric'"),
