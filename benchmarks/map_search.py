@@ -10,8 +10,9 @@ Differences are paired by window: their mean over draws, plus or minus 1.96 stan
 errors over windows; a row of fewer draws is compared on these. The result is written
 after every row, and goes on from the rows that it has.
 
-Two controls share the map of the search but for the search: `one candidate` is the
-first, in principal axes, and `K = 0, D = I` the chart with the Hadamard matrix alone.
+Of `hires-next`, two controls share the map of the search but for the search: `one
+candidate` is the first, in principal axes, and `K = 0, D = I` the chart with the
+Hadamard matrix alone. `map-descent, one candidate` descends from the first as well.
 """
 
 import pathlib
@@ -35,14 +36,16 @@ ROWS = {
   "wush": "wush",
   "hires-descent": "hires-descent",
   "map-search": "map-search",
+  "map-descent, one candidate": "map-descent:candidates=1",
   "map-descent": "map-descent",
+  "map-descent, 600 steps": "map-descent:map_steps=600",
   "hires-next": "hires-next",
   "hires-next, K = 0, D = I": ONE_MAP,
   "hires-next, one candidate": f"{ONE_MAP}:candidates=1",
   "hires-next, maps searched": f"{ONE_MAP}:candidates=84",
   "hires-next, maps descended": f"{ONE_MAP}:candidates=84:map_steps=300",
 }
-AGAINST = "hires", "hires-descent", "map-search", "hires-next"
+AGAINST = "hires", "hires-descent", "map-search", "hires-next", "map-descent"
 
 
 def row(model, params, texts, draw, method):
@@ -76,7 +79,7 @@ def difference(ours, base):
 
 
 def table(rows):
-  """A line for each model and method: KL, and its differences from four methods."""
+  """A line for each model and method: KL, and its differences from five methods."""
   lines = []
   for model in dict.fromkeys(row["model"] for row in rows):
     for name in ROWS:

@@ -7,6 +7,8 @@ import pathlib
 import re
 import shlex
 
+import numpy as np
+
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 """Those of GPUs, in a folder of their own, come from a machine that is lent whole."""
@@ -96,9 +98,9 @@ def test_the_pages_of_searched_maps_tell_what_their_rows_say():
     ("map-search", 4, r"`map-search` takes (\d+) to (\d+) % off the KL of HiRes"),
     ("map-search", 5, r"`map-search` is\s+(\d+) to (\d+) % below it"),
     ("map-descent", 4, r"`map-descent` takes (\d+) to (\d+) % off the KL of HiRes"),
-    ("map-descent", 7, r"is (\d+) to (\d+) % below `hires-next`"),
+    ("map-descent", 7, r"is (\d+) to\s+(\d+) % below `hires-next`"),
     ("maps searched", 7, r"alone takes another (\d+) to (\d+) % off the KL"),
-    ("maps descended", 7, r"maps take another (\d+) to (\d+) % off the KL of"),
+    ("maps descended", 7, r"maps take another (\d+) to (\d+) % off\s+the KL of"),
     ("maps descended", 4, r"and (\d+) to (\d+) % off that of HiRes"),
   )
   for name, column, pattern in told:
@@ -110,6 +112,34 @@ def test_the_pages_of_searched_maps_tell_what_their_rows_say():
     assert len(clear) == (3 if column == 5 else 4), name
     shares = sorted(round(-share) for share in clear)
     assert re.findall(pattern, page) == [(str(shares[0]), str(shares[-1]))], name
+
+
+def test_the_page_of_learned_maps_tells_the_row_of_smollm2():
+  """Its KL, and how far that is from two rows of older code, paired by window."""
+  page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
+  rows = []
+  for name in ("map_descent_smollm2", "hires_next"):
+    text = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text()
+    rows += [row for row in json.loads(text)["rows"] if row["draw"] == 1]
+  kl = {
+    (row["name"], text): np.array(values["kl"])
+    for row in rows
+    for text, values in row["texts"].items()
+  }
+  told = re.search(
+    r"KL is \.(\d+) on WikiText-2 and \.(\d+)\s+on C4, which is (\d+) and (\d+) % "
+    r"below HiRes, and (\d+) and (\d+) % above `hires-next`",
+    page,
+  )
+  assert told
+  texts = "WikiText-2", "C4"
+  expected = [round(1000 * kl["map-descent", text].mean()) for text in texts]
+  for name, sign in (("hires", -1), ("hires-next", 1)):
+    for text in texts:
+      apart = sign * (kl["map-descent", text] - kl[name, text])
+      assert apart.mean() > 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
+      expected.append(round(100 * apart.mean() / kl[name, text].mean()))
+  assert [int(number) for number in told.groups()] == expected
 
 
 def test_the_page_of_discovery_tells_how_much_of_the_program_was_ported():

@@ -16,7 +16,7 @@ alone. The product of the pivots is det(M A M'), whatever R is, and kappa is the
 
 Rounding has no slope. The codes of a step are held, as if they were constants, and what
 is differentiated is the output of the block, in which R turns the codes back
-(`straight-through estimation`). With S skew-symmetric and R moving along S R,
+(*straight-through estimation*). With S skew-symmetric and R moving along S R,
 
 .. math::
   \frac{\partial L}{\partial S} = -\frac2n \sum_t G e_t \, q_t^\top
@@ -25,9 +25,8 @@ is differentiated is the output of the block, in which R turns the codes back
 minus its transpose, where q_t is the rounded input. Adam takes the steps, at a rate
 that falls along half a cosine, each on a part of the tokens and rows.
 
-Not in the paper. A language model found that maps which descend on their own rounding
-errors beat maps that are computed or chosen, as a program of the `ptq` task; see
-`docs/results/discovery.md`.
+Not in the paper. A language model wrote such a descent as a program of the `ptq` task;
+see `docs/results/discovery.md`.
 """
 
 import dataclasses

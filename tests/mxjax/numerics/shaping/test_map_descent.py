@@ -112,6 +112,40 @@ def test_the_slope_is_that_of_the_outputs_where_codes_are_held(problem):
     np.testing.assert_allclose((slope * skew).sum((1, 2)), expected, rtol=2e-3)
 
 
+def test_inputs_are_refined_in_the_metric_of_the_turned_weights(problem):
+  """There each changed code lowers the loss; in another metric many would raise it."""
+  turn = rotation(5)
+  nearest, one, two = (
+    np.asarray(map_descent.loss_and_slope(turn, *mapped(problem), changes=n)[0])
+    for n in (0, 1, 2)
+  )
+  assert (one < 0.95 * nearest).all()
+  assert (two < one).all()
+
+
+def test_the_scale_rule_is_that_of_the_inputs_alone(problem):
+  even = mxfp4.Rules(scale_rule="even")
+  for changes, is_same in ((None, True), (0, False)):
+    ours, theirs = (
+      np.asarray(map_descent.loss_and_slope(*arguments, changes=changes)[0])
+      for arguments in (
+        (rotation(6), *mapped(problem)),
+        (rotation(6), *mapped(problem), even),
+      )
+    )
+    assert (ours == theirs).all() == is_same
+
+
+def test_the_rate_falls_along_half_a_cosine(problem):
+  """The second of two steps has half of the first one's rate, in each plane."""
+  first, second = (
+    np.asarray(descended(problem, steps, changes=0).rotation, float) for steps in (1, 2)
+  )
+  for block in range(BLOCKS):
+    turned = linalg.logm(second[block] @ first[block].T).real
+    assert np.abs(turned).max() == pytest.approx(map_descent.RATE / 2, rel=0.06)
+
+
 def test_kappa_is_the_mean_of_squared_pivots_of_any_rotation(problem):
   matrix, *_, activation, _ = problem
   found = map_descent.compensated_moment(matrix, activation)
