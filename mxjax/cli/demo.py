@@ -14,9 +14,9 @@ def add_parser(commands: Any) -> None:
   """Adds the command and its options."""
   parser = commands.add_parser(
     "demo",
-    help="the embedded model and text: RTN and HiRes, in about five minutes",
+    help="the embedded model and text: RTN and HiRes, in about three minutes",
     description=f"Compares RTN and HiRes on the embedded {DEFAULT_MODEL} with embedded "
-    "text, writes a report, and lets the HiRes model speak. So few tokens, 4 x 512 to "
+    "text, writes a report, and lets the HiRes model speak. So few tokens, 4 x 256 to "
     "calibrate on and as many to test on, show how it works and rank no methods.",
   )
   parser.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
@@ -30,10 +30,10 @@ def add_parser(commands: Any) -> None:
     sampling=None,
     seed=0,
     sequences=4,
-    length=512,
+    length=256,
     data=None,
     windows=4,
-    window_length=512,
+    window_length=256,
     replicates=1,
     operator_error=True,
     agreement=False,

@@ -279,8 +279,10 @@ def test_decoding_goes_on_in_a_larger_cache(tiny, one_program):
   "options",
   [
     {},
-    {"temperature": 1.5, "key": jax.random.key(3), "top_k": 20, "top_p": 0.9},
-    *slow({"temperature": 0.7, "key": jax.random.key(4)}),
+    *slow(
+      {"temperature": 1.5, "key": jax.random.key(3), "top_k": 20, "top_p": 0.9},
+      {"temperature": 0.7, "key": jax.random.key(4)},
+    ),
   ],
 )
 def test_many_tokens_in_a_program_are_those_of_one_at_a_time(tiny, options):
@@ -384,7 +386,7 @@ E4M3 = {"cache_format": "e4m3"}
 
 
 @pytest.mark.parametrize(
-  "how", [{}, *slow(UNCACHED, IN_PROGRAMS, E4M3), IN_PROGRAMS | E4M3]
+  "how", [*slow({}, UNCACHED, IN_PROGRAMS, E4M3), IN_PROGRAMS | E4M3]
 )
 def test_prompts_of_different_lengths_continue_as_each_does_alone(tiny, how):
   model, params, _ = tiny

@@ -228,7 +228,8 @@ def test_a_hook_that_a_task_freezes_is_in_no_word_of_its_prompt():
   assert "encode_act" in text(ptq.PtqTask(model="random:0", **OPTIONS))
 
 
-@pytest.mark.parametrize("in_control", [False, *slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_control", [False, True])
 def test_a_function_named_as_a_frozen_hook_is_sent_back(tmp_path, in_control):
   task = calibrated("one_code")
   own = "\n\ndef encode_act(block, gram, cross):\n  return chosen(block)\n"

@@ -29,6 +29,7 @@ from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
 from tests import refusals
+from tests.cases import slow
 
 TASK = world.World(seed=3)
 SPEC = TASK.interface.hook("geometry").to_dict()
@@ -487,7 +488,7 @@ LONG = HEADER + "def geometry(x):\n  for _ in range(4001):\n    x = x + 1\n  ret
 
 
 @pytest.mark.parametrize(
-  "source", [LONG, HEADER + "def geometry(x):\n  return x[:3]\n"]
+  "source", [*slow(LONG), HEADER + "def geometry(x):\n  return x[:3]\n"]
 )
 def test_a_refusal_has_the_same_words_with_walls_and_without(tmp_path, source):
   """A prompt may tell them, and its replay without walls is to be the same prompt."""

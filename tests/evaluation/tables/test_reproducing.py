@@ -103,6 +103,7 @@ def test_shared_linears_give_the_build_itself(made, model, tmp_path, mxjax):
   assert mxjax("verify", made / model.name / "rtn+r-seed0" / "build")["faults"] == []
 
 
+@pytest.mark.slow
 def test_linears_of_another_method_or_draw_are_refused(made, model, tmp_path, refused):
   place = made / model.name / "rtn-seed0" / "build"
   text = model / "text.txt"
@@ -116,6 +117,7 @@ def test_linears_of_another_method_or_draw_are_refused(made, model, tmp_path, re
   assert "got rtn on other tokens" in said
 
 
+@pytest.mark.slow
 def test_linears_of_another_model_are_refused(made, model, tmp_path, refused):
   """Of the same shape and tokenizer, such as a tuned variant of a model."""
   place = made / model.name / "rtn-seed0" / "build"
@@ -136,6 +138,7 @@ def test_linears_of_another_model_are_refused(made, model, tmp_path, refused):
   assert said.endswith("alone, which has none; leave the option out.")
 
 
+@pytest.mark.slow
 def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypatch):
   monkeypatch.setattr(jobs.Reproduction, "perform", None)
   before = (made / "tables.md").read_text()
@@ -164,6 +167,7 @@ def test_damaged_files_are_named_with_what_to_do(tmp_path):
     results.decisions("c4", values | {"window_losses": ["high"]})
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused(made, model, refused):
   for changed, differs in (
     (("--windows", 1), "tasks windows 1, got tasks windows 2;"),
@@ -242,6 +246,7 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
   assert "failed" not in str(again["tables"])
 
 
+@pytest.mark.slow
 def test_rows_can_be_left_out(model, made, tmp_path, mxjax):
   out = shutil.copytree(made, tmp_path / "out")
   table, *_ = mxjax(*words(model, out, "--without", "gptq"))["tables"]
@@ -258,6 +263,7 @@ def test_equal_draws_are_refused(model, tmp_path, refused):
   assert "got the same for seeds 0 and 3" in said
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_is_left_and_starts_nothing(model, made, tmp_path, mxjax):
   out = tmp_path / "out"
   plan = mxjax(*words(model, out, "--plan"))

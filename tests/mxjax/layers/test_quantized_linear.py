@@ -67,7 +67,9 @@ def draw(shape, dtype=jnp.float32):
   return jnp.asarray(x.astype(dtype))
 
 
-@pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
+@pytest.mark.parametrize(
+  "kind", [*slow("rtn", "brq", "wush"), "wide", "signed", "hires"]
+)
 @pytest.mark.parametrize("dtype", [*slow(jnp.float32), jnp.bfloat16])
 def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
   x, weight = draw((2, 5, 64), dtype), leaf(kind)
@@ -112,7 +114,7 @@ def test_linears_of_many_rows_share_a_pass_by_the_form_of_their_operands():
     np.testing.assert_array_equal(y, run(x, weight, implementation="interpret"))
 
 
-@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("rows", [*slow(3), 300])
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
   chosen = packed(weight, tables=False, products="float8")

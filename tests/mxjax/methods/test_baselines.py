@@ -51,8 +51,13 @@ def relative_error(logits, exact):
   return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
 
 
-LONG = ("batquant", "torq", "hires-descent", "hires-next", "map-search", "map-descent")
-"""Methods of which a build takes more than ten seconds."""
+QUICK = ("rtn", "gptq", "brq", "wush", "focus")
+"""Methods that every run builds; the others compile for ten seconds and more."""
+BUILT = [
+  pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+  for name in methods.METHODS
+  if name not in SLOW
+]
 
 
 def rotation(size, seed):
@@ -65,14 +70,7 @@ def assert_same_weights(left, right):
   assert_same(*([x.weight for x in leaves_of(r.params)] for r in (left, right)))
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in LONG))
-    for name in methods.METHODS
-    if name not in SLOW
-  ],
-)
+@pytest.mark.parametrize("name", BUILT)
 def test_every_payload_is_legal_and_the_model_still_runs(
   name, tiny_build, tiny_model, tiny_params, tiny_tokens
 ):
@@ -153,6 +151,7 @@ def test_batquant_at_the_identity_is_gptq(tiny_build):
     np.testing.assert_array_equal(leaf.rounding.high, 1.0)
 
 
+@pytest.mark.slow
 def test_batquant_learns(tiny_build):
   linears = tiny_build(FAST["batquant"]).record.layers[0]["linears"]
   losses = np.asarray([line["learning_losses"] for line in linears.values()])
@@ -278,7 +277,7 @@ def test_options_in_a_name_reach_the_program():
   assert methods.get("brq:sizes=[64,32]").sizes == (64, 32)
 
 
-@pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
+@pytest.mark.parametrize("name", BUILT)
 def test_the_formats_said_to_hold_a_method_do(name, tiny_build, tiny_config):
   params = tiny_build(FAST.get(name, name)).params
   checks = {

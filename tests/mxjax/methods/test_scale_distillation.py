@@ -27,6 +27,7 @@ from mxjax.run.quantize import run
 from mxjax.run.record import StageClock
 from mxjax.run.setup import Setup
 from tests import targets, tiny
+from tests.cases import slow
 
 TUNED = methods.get("hires+tune:epochs=1:length=16")
 
@@ -99,7 +100,7 @@ def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   )
 
 
-@pytest.mark.parametrize("name", ["rtn", "brq", "hires"])
+@pytest.mark.parametrize("name", [*slow("rtn", "brq"), "hires"])
 def test_installed_factors_compute_what_was_learned(name, tiny_model, tiny_build):
   """Without a map, with one for all blocks, with one for each."""
   layer = tiny_build(name).params["layers_1"]
@@ -295,7 +296,7 @@ class Killed(Exception):
   pass
 
 
-@pytest.mark.parametrize("after", ["0/8", "3/8", "8/8"])
+@pytest.mark.parametrize("after", [*slow("0/8"), "3/8", *slow("8/8")])
 def test_a_killed_tuning_goes_on_to_the_same_bits(
   after, whole, tiny_params, calib, tmp_path
 ):

@@ -89,6 +89,7 @@ def test_recovery_has_the_bits_of_rules_within_the_layer(made):
     np.testing.assert_array_equal(within, outside)
 
 
+@pytest.mark.slow
 def test_no_rule_is_a_part_of_a_layers_program(made):
   # The linears of two layers, for each of two fits, by chunk.
   assert SEEN and len(SEEN) % (2 * 7 * 2) == 0
@@ -114,6 +115,7 @@ def test_linears_in_another_order_than_the_layers_are_refused(
     rounded(paths[::-1])
 
 
+@pytest.mark.slow
 def test_a_rule_that_overflows_is_no_linear_in_another_order(
   made, tiny_model, tiny_params, tiny_tokens
 ):

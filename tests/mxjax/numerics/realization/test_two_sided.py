@@ -138,7 +138,7 @@ def exact_problem(blocks, rows, size=1.0):
 @pytest.mark.parametrize("passes", [0, *slow(1), 3])
 @pytest.mark.parametrize(
   ("blocks", "rows", "size"),
-  [(1, 8, 1), (3, 16, 1), (6, 40, 2.0**40), (2, 16, 2.0**-50)],
+  [*slow((1, 8, 1), (2, 16, 2.0**-50)), (3, 16, 1), (6, 40, 2.0**40)],
 )
 def test_the_cpu_kernel_has_the_bits_of_exact_sums(blocks, rows, size, passes):
   weight, upper, hessian = exact_problem(blocks, rows, size)
