@@ -8,6 +8,7 @@ import pathlib
 import pkgutil
 import re
 import shlex
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
@@ -113,14 +114,18 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, checkout):
 
 
 def value_of(place):
-  """The code's value: `module.NAME`, or `method:option` of a registered method."""
+  """The code's value: `module.NAME`, or `method:option` of a registered method.
+
+  Of a table it is the number of entries.
+  """
   method, _, option = place.partition(":")
   if option:
     value = mxjax.methods.get(method)
     for part in option.split("."):
       value = getattr(value, part)
     return value
-  return pkgutil.resolve_name(place)
+  value = pkgutil.resolve_name(place)
+  return len(value) if isinstance(value, Mapping) else value
 
 
 def marked():

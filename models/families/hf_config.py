@@ -67,6 +67,12 @@ HARMLESS = frozenset(
 Those that every config of `transformers` has, and those of generation, join them.
 """
 
+CAUSAL = "is_causal"
+"""The one field that changes logits where it is false: each token then sees all others.
+
+Every family here attends causally, so `transformers` reads true from a config without it.
+"""
+
 QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """Fields that say how weights are quantized; the last is that of MLX."""
 OWN_EXPORT = "mxfp4"
@@ -275,6 +281,8 @@ def _refuse_unread(
 ) -> None:
   """Rejects fields that are not read, unless they are null, false or empty.
 
+  `CAUSAL` is the other way round: it changes nothing only if it is true.
+
   Rates of dropout matter in training alone.
   """
   unread = [
@@ -283,8 +291,7 @@ def _refuse_unread(
     if name not in known
     and not name.startswith(("_", "unsloth_"))
     and not name.endswith(("dropout", "pdrop"))
-    and value not in (None, "", [], {})
-    and value is not False
+    and (value is not True if name == CAUSAL else _is_set(value))
   ]
   if unread:
     raise NotImplementedRefusal(
@@ -293,6 +300,10 @@ def _refuse_unread(
       got=", ".join(unread),
       mend="remove them if they change nothing, or choose another checkpoint",
     )
+
+
+def _is_set(value: Any) -> bool:
+  return value not in (None, "", [], {}) and value is not False
 
 
 def quantized_kind(values: Mapping[str, Any]) -> str | None:

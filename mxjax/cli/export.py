@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     raise FileNotFoundRefusal(
       "export",
       expected=f"--model with the {what} of the float model",
-      got="none" if model is None else f"{model}, which is none",
+      got="none" if model is None else f"{model}, which is not a {what}",
       mend="pass its path, or use --format dequant, which needs no such file"
       if options.format == "gguf"
       else "correct the path",

@@ -154,7 +154,7 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
   add(
     "--contested-accounts",
     action=FLAG,
-    help="embedded edits register only accounts that a control must tell apart",
+    help="embedded edits keep only explanations that need a control to separate them",
   )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")

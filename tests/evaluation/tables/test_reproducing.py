@@ -256,6 +256,7 @@ def test_rows_can_be_left_out(model, made, tmp_path, mxjax):
   assert plan["rows"][0][1] == "4 (2 with linears of their own)"
 
 
+@pytest.mark.slow
 def test_equal_draws_are_refused(model, tmp_path, refused):
   np.save(tmp_path / "ids.npy", np.arange(4 * 32, dtype=np.int32).reshape(4, 32) % 60)
   options = words(model, tmp_path / "out", "--without", "tasks,local")

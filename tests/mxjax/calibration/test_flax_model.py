@@ -207,6 +207,7 @@ def test_a_checkpoint_restores_the_params_of_the_module(own, whole, tmp_path):
   np.testing.assert_array_equal(own[2](params), own[2](whole("rtn")))
 
 
+@pytest.mark.slow
 def test_rules_choose_linears_and_methods(own, batch, whole):
   rules = {"head|embed": None, r".*/attention/\w+": "gptq", ".*": True}
   found = leaves(quantized(own, batch, "rtn", rules=rules))
@@ -230,6 +231,7 @@ def test_hires_runs_without_recovery_and_says_so(linen, batch, caplog):
   assert result.record.program["recover"] == []
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits(linen, tmp_path):
   options = {"layers": LAYERS, "method": "gptq", "run_dir": tmp_path / "run"}
   _, alone = linen(Encoder(), layers=LAYERS, method="gptq")

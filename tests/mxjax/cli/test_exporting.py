@@ -121,7 +121,10 @@ def test_a_gguf_file_needs_that_of_the_float_model(
   refuses(
     [
       (command(saved, out, "gguf"), f"{told}, got none"),
-      (command(saved, out, "gguf", "--model", base), "base.gguf, which is none"),
+      (
+        command(saved, out, "gguf", "--model", base),
+        "base.gguf, which is not a GGUF file",
+      ),
       (command(saved, out, "gguf", "--model", tmp_path), "--format dequant, which"),
     ]
   )

@@ -51,7 +51,7 @@ def relative_error(logits, exact):
   return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
 
 
-QUICK = ("rtn", "gptq", "brq", "wush", "focus")
+QUICK = ("rtn", "gptq", "wush")
 """Methods that every run builds; the others compile for ten seconds and more."""
 BUILT = [
   pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
@@ -217,6 +217,7 @@ def test_post_norm_layers_get_no_residual_rotation(tiny_params):
   assert spinquant.recipe(sandwich) == "R2 only"
 
 
+@pytest.mark.slow
 def test_spinquant_learns_orthogonal_rotations(tiny_model, tiny_params, tiny_tokens):
   program = dataclasses.replace(spinquant.SPINQUANT, steps=12, batch=2)
   calib = Calibration(tiny_model, tiny_tokens[:2])

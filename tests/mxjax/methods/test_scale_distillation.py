@@ -84,6 +84,7 @@ def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypat
   assert traced(ScaledInputs(leaf, jnp.ones(64))).count("pallas_call") == kernels
 
 
+@pytest.mark.slow
 def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   x, cotangent = rows(6, 64), rows(6, 96, seed=2)
   run = lambda x, factor: linear(x, ScaledInputs(leaf, factor))

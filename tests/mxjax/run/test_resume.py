@@ -27,7 +27,6 @@ from mxjax.run import quantize
 from mxjax.run.progress import Stopped
 from mxjax.storage import atomic_io
 from tests import tiny
-from tests.cases import slow
 from tests.mxjax.quantized import damage
 
 # A stream of hidden states for each of three purposes, and little to compile.
@@ -179,7 +178,8 @@ def saved_files(folder):
   return {file.name: file.read_bytes() for file in files}, told
 
 
-@pytest.mark.parametrize("save_every", [*slow(None), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("save_every", [None, 3])
 def test_killed_behind_the_last_hidden_states(deep, tmp_path, save_every):
   """The layers since then are replayed, none is quantized twice: the same bits."""
   folder, copies = tmp_path / "run", []

@@ -123,6 +123,7 @@ def test_a_linears_passes_sum_all_sequences_and_hand_on_their_state(
   np.testing.assert_array_equal(result.decoded, plain.decoded)
 
 
+@pytest.mark.slow
 def test_gptq_written_whole_is_the_librarys(float64):
   weight, inputs, at = operands(blocks=3)
   made = linear_passes(programs.source("gptq"))
