@@ -24,9 +24,6 @@ FLOPS = 1 << 36
 """Floating-point operations of one unit, a loop's counted once: seconds of one core.
 What loops add to that ends at the time limit of a call."""
 TRACE_SECONDS = 180.0
-CALL_SECONDS = 600
-"""Processor seconds of one evaluator call, all its phases and its compilation included:
-seconds of one core, so that a busy machine fails no program."""
 CALL_WALL_SECONDS = 7200.0
 """Seconds by a clock on the wall of one phase of a call. Twelve calls that share one
 core end before that; what does not hangs."""

@@ -25,6 +25,9 @@ Evidence = Literal["none", "score", "text", "reflect", "controls", "verdict"]
 `controls` is what ReflectMem reads and what the controls measured, in free text: the
 arm asks the questions of QuantForge, at the same price, and is told no verdict.
 """
+CALL_SECONDS = 600
+"""Processor seconds of one evaluator call, all its phases and its compilation included:
+seconds of one core, so that a busy machine fails no program. A run may have less."""
 WITH_QUESTIONS: tuple[Evidence, ...] = ("controls", "verdict")
 """The evidence of arms whose proposals register questions."""
 
@@ -267,7 +270,9 @@ class Context:
     lineage: The way from the initial program to the champion.
     budget: What is left of the run.
     review: Says why a proposal would be refused before it costs a call, or nothing.
-    ask: What the free proxy says of a source and of the part named, in words.
+    call_seconds: Processor seconds after which a call has failed.
+    asks: Whether the task's free proxy may be asked in this run.
+    ask: What it says of a source and of the part named, in words.
   """
 
   seed: int
@@ -296,6 +301,8 @@ class Context:
   lineage: tuple[Step, ...] = ()
   budget: Budget | None = None
   review: "Callable[[Proposal], str]" = lambda proposal: ""
+  call_seconds: float = CALL_SECONDS
+  asks: bool = True
   ask: Callable[[str, str], str] = lambda source, part: "this task has no free proxy"
 
   @property

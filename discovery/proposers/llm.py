@@ -336,7 +336,8 @@ class LlmProposer:
         if proposal.finished:
           complaint = ""
           break
-        if answer.ask and asks < ASKS and not context.overspends(usage):
+        may_ask = context.asks and asks < ASKS and not context.overspends(usage)
+        if answer.ask and may_ask:
           asks += 1
           told = context.ask(proposal.source, answer.ask)
           told += " Now answer again, with this program or another, "
@@ -347,6 +348,8 @@ class LlmProposer:
             messages = more
             continue
         complaint = context.review(proposal)
+        if answer.ask and not context.asks:
+          complaint = complaint or "ask: this run has no free proxy; leave it out."
       if not complaint or repairs == REPAIRS or context.overspends(usage):
         break
       repairs += 1

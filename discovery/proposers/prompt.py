@@ -24,7 +24,6 @@ from mxjax.discovery.core.proposal import (
   WITH_QUESTIONS,
   Context,
   Demand,
-  Evidence,
   Experiment,
   Winner,
 )
@@ -633,7 +632,7 @@ def _interventions_text(task: Task) -> str:
   return "\n".join(lines)
 
 
-def _limits() -> str:
+def _limits(call_seconds: float) -> str:
   return (
     f"Limits: {limits.MAX_BYTES} bytes of source; per hook {limits.OPERATIONS} "
     f"operations of the compiled program of one unit (a loop's body counts once here, "
@@ -643,15 +642,15 @@ def _limits() -> str:
     f"{limits.VALUE_BYTES >> 20} MiB of intermediate values and {limits.FLOPS:.2g} "
     f"floating-point operations a unit, a loop's body counted once. Time is spent on "
     "every turn of every loop, times the units of a call: "
-    f"{limits.TRACE_SECONDS:g} s to trace and {limits.CALL_SECONDS:g} processor "
+    f"{limits.TRACE_SECONDS:g} s to trace and {call_seconds:g} processor "
     "seconds (of one core) for a call with its compilation, after which it counts as "
     "failed and is charged."
   )
 
 
-def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
+def _system(task: Task, context: Context) -> str:
   """Returns what is the same in every prompt of a run."""
-  interface = task.interface
+  interface, evidence = task.interface, context.evidence
   sizes = [", ".join(f"{k} {v}" for k, v in size.items()) for size in interface.sizes]
   plan = [
     f"- {key}: {' | '.join(map(repr, values))} (default {values[0]!r}): "
@@ -660,7 +659,7 @@ def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
   ]
   key, values = next(iter(interface.plan.items()))
   form = ANSWER.format(plan=json.dumps({key: values[-1]}))
-  if task.proxy() is not None:
+  if context.asks and task.proxy() is not None:
     form += ASKING
   if evidence in WITH_QUESTIONS:
     again = [kind for kind, each in task.interventions.items() if each.elsewhere]
@@ -672,7 +671,7 @@ def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
       again=AGAIN.format(kinds=" and ".join(again)) if again else "",
       least=QUESTION_CALLS,
     )
-    form += BINDING if compiles else ""
+    form += BINDING if context.compiles else ""
   if evidence in WITH_QUESTIONS and task.example:
     form += (
       "\nA complete answer to a first prompt, for its form and not for its idea:\n"
@@ -688,7 +687,7 @@ def _system(task: Task, evidence: Evidence, *, compiles: bool) -> str:
     + ":\n"
     + _hooks_text(interface.hooks),
     "PLAN:\n" + "\n".join(plan),
-    _limits(),
+    _limits(context.call_seconds),
     "Observables (lower is better), and the margin up to which a change is `same`:\n"
     + _observables_text(task),
     form,
@@ -987,7 +986,7 @@ def messages(
   Raises:
     ValueError: The program and the instructions alone exceed the input budget.
   """
-  system = _system(task, context.evidence, compiles=context.compiles)
+  system = _system(task, context)
   shown = task.references if context.evidence not in ("none", "score") else {}
   parts = "\n\n".join(_question(context, shown, task))
   fixed = count(system) + count(parts + "\n\n") + reserve

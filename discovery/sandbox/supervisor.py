@@ -19,12 +19,8 @@ from typing import Any, TypeVar
 import jax
 
 import mxjax
-from mxjax.discovery.core.candidate_source import (
-  CALL_SECONDS,
-  CALL_WALL_SECONDS,
-  TRACE_SECONDS,
-)
-from mxjax.discovery.core.proposal import OutageError
+from mxjax.discovery.core.candidate_source import CALL_WALL_SECONDS, TRACE_SECONDS
+from mxjax.discovery.core.proposal import CALL_SECONDS, OutageError
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import answers, frames, jail
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import (
+  CALL_SECONDS,
   Context,
   Proposal,
   Proposer,
@@ -26,6 +27,7 @@ from mxjax.discovery.proposers.human import HumanProposer
 from mxjax.discovery.sandbox.executor import Executor, Took
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.sandbox.supervisor import RUN_LIMITS
 from mxjax.discovery.search.asking import FreeProxy
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.frontier import Transfer
@@ -220,8 +222,11 @@ def make_executor(
   workers: int = 1,
   ray: bool = False,
   compiled: pathlib.Path | None = None,
+  call_seconds: float = CALL_SECONDS,
 ) -> LocalExecutor | JailedExecutor:
   """Builds the executor of a sandbox level.
+
+  A jailed call ends after `call_seconds` of processor time; level `off` has no limits.
 
   Raises:
     ValueError: `compiled` is given for workers that cannot share compiled programs.
@@ -243,6 +248,7 @@ def make_executor(
     workers=workers,
     make_worker=RayWorker if ray else None,
     compiled=compiled,
+    run_limits=dataclasses.replace(RUN_LIMITS, call_cpu_seconds=call_seconds),
   )
 
 
@@ -280,7 +286,8 @@ def run(
   executors: list[LocalExecutor | JailedExecutor] = []
   proxy = free_proxy(options, task, store)
   try:
-    how = {"workers": workers, "ray": ray, "compiled": compiled}
+    how: dict[str, Any] = {"workers": workers, "ray": ray, "compiled": compiled}
+    how["call_seconds"] = options.search.call_seconds
     for each in task_.with_transfer(task):
       executors.append(make_executor(each, store, options.sandbox, **how))
     proposer = _Closing(folder) if closing else None
@@ -360,12 +367,16 @@ def make_search(
 
 
 def free_proxy(options: RunOptions, task: task_.Task, store: Store) -> FreeProxy | None:
-  """Returns the free proxy of a task, which starts its workers when it is asked."""
-  if (proxy := task.proxy()) is None:
+  """Returns the free proxy of a run, which starts its workers when it is asked.
+
+  None is a task that has none, or a run in which it may not be asked.
+  """
+  if not options.search.asks or (proxy := task.proxy()) is None:
     return None
 
   def make() -> tuple[CachedEvaluator, Callable[[], None]]:
-    executor = make_executor(proxy, store, options.sandbox)
+    limit = options.search.call_seconds
+    executor = make_executor(proxy, store, options.sandbox, call_seconds=limit)
     return CachedEvaluator(proxy, executor, store), executor.close
 
   return FreeProxy(make)

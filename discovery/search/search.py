@@ -304,6 +304,8 @@ class Search:
       lineage=self._lineage(),
       budget=self.ledger.remaining(),
       review=functools.partial(self.review, selection),
+      call_seconds=self._config.call_seconds,
+      asks=self._config.asks,
       ask=functools.partial(self._asked, parent),
     )
 
@@ -317,7 +319,7 @@ class Search:
 
   def _asked(self, parent: Record, source: str, part: str) -> str:
     if self._ask_proxy is None:
-      return "This task has no free proxy."
+      return "This run has no free proxy."
     return self._ask_proxy.answer(source, parent.source, part)
 
   def review(self, selection: Selection, proposal: Proposal) -> str:

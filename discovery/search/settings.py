@@ -5,9 +5,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mxjax.discovery.core.ledger import Ledger
-from mxjax.discovery.core.proposal import Evidence
+from mxjax.discovery.core.proposal import CALL_SECONDS, Evidence
 from mxjax.discovery.search.checkers import Checker
 from mxjax.discovery.search.controls import Policy
+
+OPTIONAL = frozenset(
+  ("max_tokens", "max_cost", "start", "call_seconds", "asks", "revise_retired")
+)
+"""Fields that a log has only where they are not the default: older logs lack them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class SearchConfig:
     revise_retired: Whether a program whose own change a verdict retired is revised
       further, or only what it came from. Such a revision must take the change back.
     start: Source of the initial program; the task's default program if empty.
+    call_seconds: Processor seconds of a call with its compilation, then it has failed.
+    asks: Whether a proposer may question the task's free proxy before it proposes.
     max_tokens: Of the proposer, in and out, after which nothing more is asked; or None.
     max_cost: The same in dollars.
   """
@@ -56,6 +63,8 @@ class SearchConfig:
   corruption: float = 0.0
   revise_retired: bool = True
   start: str = ""
+  call_seconds: float = CALL_SECONDS
+  asks: bool = True
   max_tokens: int | None = None
   max_cost: float | None = None
 
@@ -76,6 +85,5 @@ class SearchConfig:
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form, without what is not set."""
-    optional = ("max_tokens", "max_cost", "start", "revise_retired")
-    unset = {n for n in optional if getattr(self, n) == getattr(SearchConfig, n)}
+    unset = {n for n in OPTIONAL if getattr(self, n) == getattr(SearchConfig, n)}
     return {k: v for k, v in dataclasses.asdict(self).items() if k not in unset}

@@ -376,7 +376,8 @@ class Replay:
 
   def _make_executor(self, task: Task, store: Store) -> Any:
     level, shared = self.options.sandbox, self.compiled
-    return runs.make_executor(task, store, level, compiled=shared)
+    limit = self.options.search.call_seconds
+    return runs.make_executor(task, store, level, compiled=shared, call_seconds=limit)
 
   def close(self) -> None:
     """Ends the workers."""

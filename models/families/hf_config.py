@@ -68,9 +68,9 @@ Those that every config of `transformers` has, and those of generation, join the
 """
 
 CAUSAL = "is_causal"
-"""The one field that changes logits where it is false: each token then sees all others.
+"""The field that changes logits where it is false: a token then sees those behind it.
 
-Every family here attends causally, so `transformers` reads true from a config without it.
+Without it `transformers` takes it for true in every family here.
 """
 
 QUANTIZED = ("quantization_config", "compression_config", "quantization")

@@ -294,6 +294,13 @@ def test_the_free_proxy_answers_before_the_program_is_proposed(tmp_path):
   assert not events["refused"]
 
 
+def test_a_run_without_the_free_proxy_tells_of_none_and_sends_a_question_back(tmp_path):
+  running, model, events = run(tmp_path, answer(ask="q_proj"), answer(), asks=False)
+  assert model.told[1].startswith("That was not accepted, and cost no call: ask:")
+  assert running.ledger.spent == 3
+  assert not events["refused"]
+
+
 def test_a_model_is_told_the_same_after_a_resume(tmp_path):
   replies = [
     answer(),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mxjax.discovery.core import candidate_source, interventions, store
+from mxjax.discovery.core import candidate_source, interventions, proposal, store
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import Budget, Step
 from mxjax.discovery.core.residual import FATES, SYMBOLS, Residual
@@ -128,7 +128,14 @@ def test_every_limit_is_told(task):
   )
   assert all(f"{number} " in shown for number in numbers)
   assert f"{candidate_source.TRACE_SECONDS:g} s to trace" in shown
-  assert f"{candidate_source.CALL_SECONDS:g} processor seconds (of one core)" in shown
+  assert f"{proposal.CALL_SECONDS:g} processor seconds (of one core)" in shown
+  assert "and 120 processor seconds (of one core)" in text(task, call_seconds=120)
+
+
+def test_the_free_proxy_is_told_where_it_may_be_asked(task):
+  told = '- "ask": "all"' in text(task)
+  assert told == (task.proxy() is not None)
+  assert '- "ask"' not in text(task, asks=False)
 
 
 def test_every_floor_and_every_price_is_told(task):

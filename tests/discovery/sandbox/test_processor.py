@@ -1,6 +1,5 @@
 """Processor time of a call: what it was spent on, and where it ends."""
 
-import dataclasses
 import threading
 from concurrent import futures
 
@@ -13,6 +12,7 @@ from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.task import Call, Status
 from mxjax.discovery.sandbox import jailed_executor, processor, supervisor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search import runs
 from mxjax.discovery.tasks import world
 from tests.cases import slow
 
@@ -149,10 +149,7 @@ def test_a_call_ends_by_its_processor_time_and_not_by_a_clock(tmp_path, level):
   """At both levels: the first process of a pid namespace has signals of its own."""
   source = TASK.interface.default_source()
   endless = candidate_source.with_functions(source, ENDLESS)
-  limits = dataclasses.replace(supervisor.RUN_LIMITS, call_cpu_seconds=2)
-  executor = jailed_executor.JailedExecutor(
-    TASK, store.Store(tmp_path), level=level, run_limits=limits
-  )
+  executor = runs.make_executor(TASK, store.Store(tmp_path), level, call_seconds=2)
   try:
     outcome, took = ended(executor, call_of(executor, endless))
     assert outcome.status == Status.TIMEOUT
