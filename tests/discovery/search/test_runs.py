@@ -80,6 +80,7 @@ def test_compiled_programs_are_not_shared_where_they_cannot_be(tmp_path, capsys)
   assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_process_resumes_to_the_same_bytes(finished, tmp_path):
   folder = tmp_path / "killed"
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,6 +13,7 @@ from mxjax.discovery.core.proposal import Proposal
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.proposers import embedded
 from mxjax.discovery.tasks import world
+from tests.cases import slow
 from tests.discovery import searching
 
 BUDGET = 30
@@ -173,13 +174,15 @@ def test_width_changes_the_trajectory_but_not_the_accounts(executor, tmp_path):
 @pytest.mark.parametrize(
   "arm",
   [
-    {"evidence": "score", "policy": "none", "checker": "none"},
+    *slow(
+      {"evidence": "score", "policy": "none", "checker": "none"},
+      {"policy": "random"},
+      {"checker": "source"},
+      {"shuffled_verdicts": True},
+    ),
     {"evidence": "reflect", "policy": "none", "checker": "none"},
-    {"policy": "random"},
     {"policy": "all", "sequential": False},
-    {"checker": "source"},
     {"checker": "lowered", "reuse": False},
-    {"shuffled_verdicts": True},
     {"corruption": 0.5, "proposals_per_call": 40},
     {"compile_verdicts": False, "checker": "none"},
   ],

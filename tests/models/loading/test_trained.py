@@ -12,6 +12,7 @@ from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.subjects import Subject
 from mxjax.models import families, from_pretrained, load_tokenizer
 from mxjax.models.loading import embedded
+from tests.cases import slow
 
 LENGTH = 256
 
@@ -26,7 +27,7 @@ def available(name):
 TRAINED = [name for name in families.FAMILIES if available(name)]
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=[*TRAINED[:1], *slow(*TRAINED[1:])])
 def trained(request):
   """Training log, model, params, and windows of unseen and of calibration text."""
   folder = embedded.trained_folder(request.param)

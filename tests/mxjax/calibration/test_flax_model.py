@@ -17,6 +17,7 @@ from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.run.progress import Stopped
 from mxjax.run.quantize import run
 from tests import refusals
+from tests.cases import slow
 from tests.mxjax.quantized import assert_same
 
 LAYERS = r"layers[_/]\d"
@@ -80,7 +81,7 @@ def batch():
   return {"x": x, "mask": jax.random.bernoulli(jax.random.key(1), 0.8, (6, 1, 1, 12))}
 
 
-@pytest.fixture(scope="module", params=["linen", "nnx"])
+@pytest.fixture(scope="module", params=["linen", *slow("nnx")])
 def own(request, batch):
   """A module, its params, and a function that applies it to the batch."""
   if request.param == "nnx":

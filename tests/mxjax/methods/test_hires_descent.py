@@ -212,6 +212,7 @@ def test_searched_maps_lower_the_error_of_the_outputs(calibrated, float64):
   assert searched < 0.99 * one
 
 
+@pytest.mark.slow
 def test_the_best_candidate_descends(calibrated, float64):
   """Its losses go down, and the descent knows the rule of the activations."""
   weight, inputs, _ = calibrated

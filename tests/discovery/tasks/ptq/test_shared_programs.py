@@ -18,6 +18,7 @@ from mxjax.discovery.tasks.ptq import (
 from mxjax.discovery.tasks.ptq import task as ptq
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4
+from tests.cases import slow
 
 TASK = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
 INTERFACE = TASK.interface
@@ -86,7 +87,7 @@ def test_any_number_of_units_have_their_own_results(units):
   np.testing.assert_allclose(sums, rows.sum((1, 2)) + scale, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("columns", [1, 40, 128, 300])
+@pytest.mark.parametrize("columns", [1, *slow(40, 128), 300])
 def test_an_encoder_sees_every_column_with_the_tables_of_its_block(executor, columns):
   rng = np.random.default_rng(columns)
   narrow = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
