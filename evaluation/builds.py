@@ -117,9 +117,10 @@ class BuildOptions:
       same model and tokens share.
     linears: Folder of a finished build whose linears are taken; it differs only in
       recovery.
-    baseline: Whether RTN is measured on the same tests, for the report. It reads one
-      calibration sequence; where layers stay on disk or devices share them it is left
-      out, and the report says so.
+    baseline: Whether RTN is measured on the same tests, for the report; its inputs are
+      left as they are if the method leaves them so. It reads one calibration sequence.
+      Where layers stay on disk or devices share them it is left out, which the report
+      says.
     sample: Tokens by which the float and the quantized model continue a text of the
       test, for the report; left out in the same places.
   """
@@ -242,8 +243,9 @@ def build(
       checkpoint.check_saved(folder / checkpoint.CHECKPOINT, quantized)
     # After the checkpoint: what only the report shows must not cost it.
     if not is_on_disk and subject.mesh is None:
-      if options.baseline and program.name != page.BASELINE:
-        row["baseline"] = _baseline(prepared, begin(page.BASELINE), stop)
+      plain = page.baseline_of(row["method"])
+      if options.baseline and program.name != plain:
+        row["baseline"] = _baseline(prepared, plain, begin(plain), stop)
       if options.sample:
         row["sample"] = sample(
           subject, prepared.tokenizer, quantized, options.sample, begin
@@ -255,13 +257,16 @@ def build(
 
 
 def _baseline(
-  prepared: Prepared, follow: progress.OnProgress, stop: Callable[[], bool] | None
+  prepared: Prepared,
+  method: str,
+  follow: progress.OnProgress,
+  stop: Callable[[], bool] | None,
 ) -> dict[str, Any]:
   """Measures RTN, whose codes no data decides: one sequence passes through."""
   row, _ = run_method(
     prepared.subject,
     prepared.tokens[:1],
-    page.BASELINE,
+    method,
     on_progress=follow,
     stop=stop,
     check=False,

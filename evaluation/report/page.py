@@ -28,12 +28,20 @@ from mxjax.evaluation.report.html import (
 )
 from mxjax.evaluation.report.svg import Part, Series
 from mxjax.evaluation.report.tables import Table, comma_separated
+from mxjax.numerics.contract import Contract
 from mxjax.storage.atomic_io import write_durably
 
 Run = Mapping[str, Any]
 FLOAT, FLOAT_COLOR = "float model", 7
 BASELINE = "rtn"
 """What every other method is held against."""
+WEIGHT_ONLY = "rtn:activations=float"
+"""The same for methods that leave inputs as they are."""
+LABELS = {
+  BASELINE: BASELINE,
+  WEIGHT_ONLY: Contract(activations="float").marked(WEIGHT_ONLY),
+}
+"""What their rows are called."""
 SIZE_PARTS = ("codes", "scales", "maps", "rounding tables", "recovery", "not quantized")
 MEASURES = {
   "KL": "--agreement",
@@ -110,10 +118,20 @@ def _perplexity_range(run: Run, name: str) -> str:
   return " to ".join(map(numbers.number, ends))
 
 
+def baseline_of(method: str) -> str:
+  """Returns the baseline of a method, given the name of its row.
+
+  What leaves inputs as they are is compared with what does so too: beside a baseline
+  that rounds them, its gain would be that of the missing rounding.
+  """
+  form = LABELS[WEIGHT_ONLY].removeprefix(WEIGHT_ONLY)
+  return WEIGHT_ONLY if method.endswith(form) else BASELINE
+
+
 def shown(runs: Sequence[Run]) -> list[Run]:
   """Returns the rows of the table: the runs, and RTN before them if it was measured."""
   baseline = next((run["baseline"] for run in runs if run.get("baseline")), None)
-  if baseline and all(run["method"] != BASELINE for run in runs):
+  if baseline and all(run["method"] != baseline["method"] for run in runs):
     return [baseline, *runs]
   return list(runs)
 
@@ -223,7 +241,8 @@ def verdict(runs: Sequence[Run]) -> str:
   """
   rows = shown(runs)
   run = _lowest(runs)
-  plain = next((row for row in rows if row["method"] == BASELINE), None)
+  label = LABELS[baseline_of(run["method"])]
+  plain = next((row for row in rows if row["method"] == label), None)
   plain = None if plain is run else plain
   head = str(run["method"])
   if len(runs) > 1:
@@ -296,7 +315,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
   if absent:
     flags = dict.fromkeys(MEASURES[name] for name in absent)
     said.append(f"Not measured: {', '.join(absent)}; ask by {' and '.join(flags)}.")
-  if all(row["method"] != BASELINE for row in shown(runs)):
+  if all(row["method"] not in LABELS.values() for row in shown(runs)):
     said.append("RTN was not measured beside it.")
   for run in runs:
     size = run.get("size") or {}
@@ -377,7 +396,7 @@ def charts(runs: Sequence[Run]) -> str:
     )
     for index, run in enumerate(runs)
   ]
-  if all(run["method"] != BASELINE for run in runs):
+  if all(run["method"] not in LABELS.values() for run in runs):
     plain = _errors_by_layer(runs[0], "error_rtn")
     series.append(Series("nearest, no map (RTN)", plain, FLOAT_COLOR))
   bars = []

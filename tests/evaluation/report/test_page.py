@@ -246,6 +246,16 @@ def test_options_are_on_one_line_at_390_pixels(tmp_path):
   }
 
 
+def test_what_leaves_inputs_as_they_are_is_held_against_rtn_that_does():
+  made = losses(run() | MEASURED | {"method": "gptq [W4A16]"}, [3.0, 3.1, 3.2])
+  label = "rtn:activations=float [W4A16]"
+  assert "RTN" not in report.verdict([made | {"baseline": RTN}])
+  alike = RTN | {"method": label}
+  assert "and 90.5 of RTN" in report.verdict([made | {"baseline": alike}])
+  assert report.baseline_of("gptq [W4A16]") == "rtn:activations=float"
+  assert report.baseline_of("gptq") == "rtn"
+
+
 def test_the_verdict_of_a_build_is_one_sentence_against_rtn_and_float(tmp_path):
   made = losses(run() | MEASURED | {"baseline": RTN}, [3.0, 3.1, 3.2])
   told = (
