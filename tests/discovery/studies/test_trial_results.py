@@ -1,5 +1,6 @@
 """Every table of a trial that the documents show comes again from its archive."""
 
+import importlib
 import json
 import pathlib
 import re
@@ -7,11 +8,14 @@ import re
 import pytest
 
 from mxjax.cli.main import main
-from mxjax.discovery.core import identity, task
+from mxjax.discovery.core import identity, store, task
+from mxjax.discovery.search import runs
 from mxjax.discovery.studies import trial
 from mxjax.discovery.tasks.world import CHAOS
 
 RESULTS = pathlib.Path(__file__).parents[3] / "benchmarks" / "results"
+OPEN = RESULTS.parent / "discovery_trial_models.tar.xz"
+"""A trial whose runs have not ended."""
 ARCHIVES = sorted(RESULTS.glob("discovery_trial_*.tar.xz"))
 
 
@@ -116,3 +120,25 @@ def test_every_run_with_controls_met_luck_by_a_redraw(tmp_path):
       if (event["packet"], condition) in redraws and "loss of the edit" in seen
     }
     assert fates & {"lost", "gone", "reversed"}, name
+
+
+def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path, monkeypatch):
+  """A resumed run repeats its first event to the letter, the paths of here with it."""
+  monkeypatch.syspath_prepend(RESULTS.parent)
+  restoring = importlib.import_module("discovery_trial_restore")
+  restoring.restore(OPEN, tmp_path / "trial")
+  opened = trial.Trial(tmp_path / "trial")
+  names = [path.parent.name for path in opened.path.glob("runs/*/run.json")]
+  assert names
+  for name in names:
+    folder = opened.folder(name)
+    options = runs.read_options(folder)
+    assert options == opened.options(name)
+    assert pathlib.Path(options.task["model"]).is_dir()
+    assert pathlib.Path(options.proposer["cassette"]).is_file()
+    last = ""
+    for event in store.read_events(folder):
+      assert event["previous"] == last
+      last = event["hash"]
+    begun = store.begun_events(folder)[0]
+    assert begun["task"]["model"] == options.task["model"]
