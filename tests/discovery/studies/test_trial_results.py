@@ -14,7 +14,7 @@ from mxjax.discovery.studies import trial
 from mxjax.discovery.tasks.world import CHAOS
 
 RESULTS = pathlib.Path(__file__).parents[3] / "benchmarks" / "results"
-OPEN = RESULTS.parent / "discovery_trial_models.tar.xz"
+OPEN = RESULTS / "discovery_trial_models_pilot.tar.xz"
 """A trial whose runs have not ended."""
 ARCHIVES = sorted(RESULTS.glob("discovery_trial_*.tar.xz"))
 
