@@ -10,23 +10,10 @@ versions must be those that the plan was frozen with; `run` refuses others.
 """
 
 import argparse
-import json
 import pathlib
 
-from mxjax.discovery.core import identity
 from mxjax.discovery.studies import trial
 from mxjax.models.loading import embedded
-
-
-def chained(log: str) -> str:
-  """Returns a log with the hashes of what it says now."""
-  lines, last = [], ""
-  for line in log.splitlines():
-    event = {**json.loads(line), "previous": last}
-    del event["hash"]
-    last = event["hash"] = identity.digest(event)
-    lines.append(identity.canonical(event) + "\n")
-  return "".join(lines)
 
 
 def restore(archive: pathlib.Path, folder: pathlib.Path) -> None:
@@ -39,10 +26,10 @@ def restore(archive: pathlib.Path, folder: pathlib.Path) -> None:
     '"trial/cassettes/': f'"{folder.resolve()}/cassettes/',
   }
   for path in (*folder.glob("runs/*/run.json"), *folder.glob("runs/*/log.jsonl")):
-    text = path.read_text()
+    data = path.read_bytes()
     for name, place in places.items():
-      text = text.replace(name, place)
-    path.write_text(chained(text) if path.suffix == ".jsonl" else text)
+      data = data.replace(name.encode(), place.encode())
+    path.write_bytes(trial.digested(path, data))
 
 
 if __name__ == "__main__":

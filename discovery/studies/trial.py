@@ -442,13 +442,13 @@ def pack(trial: Trial, file: pathlib.Path, places: Mapping[str, str]) -> None:
       for place, name in places.items():
         data = data.replace(place.encode(), name.encode())
       if data != path.read_bytes():
-        data = _digested(path, data)
+        data = digested(path, data)
       info = tarfile.TarInfo(str(path.relative_to(trial.path)))
       info.size = len(data)
       archive.addfile(info, io.BytesIO(data))
 
 
-def _digested(path: pathlib.Path, data: bytes) -> bytes:
+def digested(path: pathlib.Path, data: bytes) -> bytes:
   """Returns a file in which paths were replaced, with its digests as they are now."""
   if path.name == "log.jsonl":
     lines, last = [], ""

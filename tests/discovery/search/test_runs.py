@@ -1,5 +1,6 @@
 """Runs as people start them: commands, kill and resume, workers, report, verify."""
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from mxjax.cli.main import main
 from mxjax.discovery.audit import explain, report, verify, words
 from mxjax.discovery.core import store
 from mxjax.discovery.search import heldout, runs
+from mxjax.discovery.tasks import world
 
 BUDGET = 10
 
@@ -279,3 +281,31 @@ def test_options_survive_the_folder(tmp_path):
   assert json.loads((tmp_path / "run" / "run.json").read_text())["sandbox"] == "strict"
   with pytest.raises(FileNotFoundError, match="the folder of a run"):
     runs.read_options(tmp_path)
+
+
+def test_a_run_gives_its_calls_their_time_and_no_proxy_where_none_may_be_asked(
+  tmp_path, monkeypatch
+):
+  class Task(world.World):
+    def proxy(self):
+      return self
+
+  class Made(Exception):
+    pass
+
+  def make(task, store, sandbox, **how):
+    raise Made(how["call_seconds"])
+
+  options = runs.RunOptions(
+    task=dict(world.World(seed=3).spec),
+    config={"budget": 4, "call_seconds": 7, "asks": False},
+  )
+  runs.write_options(tmp_path / "run", options)
+  monkeypatch.setattr(runs, "make_executor", make)
+  with pytest.raises(Made, match="7"):
+    runs.run(tmp_path / "run")
+  kept = store.Store(tmp_path / "kept")
+  assert runs.free_proxy(options, Task(seed=3), kept) is None
+  asking = dataclasses.replace(options, config={"budget": 4})
+  assert runs.free_proxy(asking, Task(seed=3), kept) is not None
+  kept.close()
