@@ -23,10 +23,11 @@ TIMES_DECLARED = 64
 FLOPS = 1 << 36
 """Floating-point operations of one unit, a loop's counted once: seconds of one core.
 What loops add to that ends at the time limit of a call."""
-TRACE_SECONDS = 180.0
-CALL_WALL_SECONDS = 7200.0
-"""Seconds by a clock on the wall of one phase of a call. Twelve calls that share one
-core end before that; what does not hangs."""
+TRACE_SECONDS = 180
+"""Processor seconds in which a hook is traced."""
+WALL_SECONDS = 7200.0
+"""Seconds by a clock on the wall of a trace, of its check, or of one phase of a call.
+Twelve that share one core end before that; what does not hangs."""
 MAX_DEPTH = 100
 """Deepest nesting of the syntax tree, far within Python's recursion limit."""
 MAX_INTEGER_BITS = 1024

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 import mxjax
-from mxjax.discovery.core.candidate_source import CALL_WALL_SECONDS, TRACE_SECONDS
+from mxjax.discovery.core.candidate_source import TRACE_SECONDS, WALL_SECONDS
 from mxjax.discovery.core.proposal import CALL_SECONDS, OutageError
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import answers, frames, jail
@@ -27,7 +27,8 @@ from mxjax.discovery.sandbox import answers, frames, jail
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
 """Folder that contains the package `mxjax`, from which workers import it."""
-START_SECONDS = 120.0
+START_SECONDS = 600.0
+"""Seconds by the wall in which a worker imports JAX, also on a machine that is busy."""
 ENDING_SECONDS = 5.0
 """Seconds in which a worker that closed its pipes ends; then it is killed."""
 LOG = logging.getLogger(__name__)
@@ -37,9 +38,11 @@ CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
 """Signals by which the kernel ends a process that has used up its CPU limit."""
 # The CPU limit ends loops; the wall-clock limit ends only processes that sleep, so a
 # busy machine changes nothing.
-TRACE_LIMITS = jail.Limits(seconds=TRACE_SECONDS, cpu_seconds=20, memory_bytes=4 << 30)
+TRACE_LIMITS = jail.Limits(
+  seconds=WALL_SECONDS, cpu_seconds=TRACE_SECONDS, memory_bytes=4 << 30
+)
 RUN_LIMITS = jail.Limits(
-  seconds=CALL_WALL_SECONDS,
+  seconds=WALL_SECONDS,
   cpu_seconds=1 << 20,
   call_cpu_seconds=CALL_SECONDS,
   memory_bytes=16 << 30,
@@ -48,8 +51,8 @@ RUN_LIMITS = jail.Limits(
 
 FRAMING = 1 << 16
 """Bytes of a message beside the reply that it carries: lengths, outcome, output."""
-GATE_SECONDS = 120.0
-"""Seconds allowed for checking one program's artifacts.
+GATE_SECONDS = 120
+"""Processor seconds allowed for checking one program's artifacts.
 
 Reading a damaged artifact may never end, because MLIR's reader follows its locations as
 a tree of any size.
@@ -156,6 +159,7 @@ class Worker:
     assert self._process.stdin is not None
     os.set_blocking(self._process.stdin.fileno(), False)
     self._begun = time.monotonic()
+    self._cpu_seconds = limits.call_cpu_seconds
     self._receive(time.monotonic() + START_SECONDS)
 
   @property
@@ -163,8 +167,13 @@ class Worker:
     """Whether the process still runs; one that died idle is no candidate's fault."""
     return self._process.poll() is None
 
-  def ask(self, request: bytes, seconds: float | None = None) -> list[bytes]:
+  def ask(
+    self, request: bytes, seconds: float | None = None, cpu_seconds: int | None = None
+  ) -> list[bytes]:
     """Sends one request and waits for the parts of its answer.
+
+    `seconds` are by the clock on the wall. `cpu_seconds` tell what the worker holds
+    itself to, by default the limit of a call.
 
     Raises:
       WorkerError: There was no answer in time; the worker has been killed.
@@ -172,6 +181,7 @@ class Worker:
       ValueError: The lengths of the answer's parts do not add up.
     """
     self._begun = time.monotonic()
+    self._cpu_seconds = cpu_seconds or self._limits.call_cpu_seconds
     deadline = self._begun + (seconds or self._limits.seconds)
     try:
       self._write(frames.frame(request), deadline)
@@ -232,7 +242,7 @@ class Worker:
     code = self._process.returncode
     if is_ended and code == signal.SIGXCPU:
       status = Status.TIMEOUT
-      detail = f"took more than {self._limits.call_cpu_seconds} processor seconds"
+      detail = f"took more than {self._cpu_seconds} processor seconds"
     took = time.monotonic() - self._begun
     is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
     # The kernel kills for CPU time by the same signal, but not as early.
@@ -336,7 +346,7 @@ class Tracer:
       outcome, reply = twice(traced)
     except WorkerError as error:
       return RawTrace(error.status, f"the trace worker failed: {error}")
-    status, detail = _classify(outcome, reply)
+    status, detail = _classify(outcome, reply, self._limits)
     if status != Status.OK:
       return RawTrace(status, detail)
     try:
@@ -357,14 +367,20 @@ class Tracer:
       self._worker = None
 
 
-def _classify(outcome: Mapping[str, Any], reply: bytes) -> tuple[Status, str]:
+def _classify(
+  outcome: Mapping[str, Any], reply: bytes, limits: jail.Limits
+) -> tuple[Status, str]:
   tail = outcome["output"].strip()[-300:]
   if outcome["verdict"] == "oversize":
     return Status.REFUSED, "the trace worker sent more than it may"
   if outcome["verdict"] == "stuck":
     return Status.REFUSED, "the trace left a scratch folder that cannot be removed"
-  if outcome["verdict"] == "timeout" or outcome["signal"] in CPU_SIGNALS:
-    return Status.TIMEOUT, f"tracing took too long: {tail}"
+  if outcome["verdict"] == "timeout":
+    told = f"tracing did not end within {limits.seconds:g} s by the clock on the wall"
+    return Status.TIMEOUT, f"{told}: {tail}"
+  if outcome["signal"] in CPU_SIGNALS:
+    told = f"tracing took more than {limits.cpu_seconds} processor seconds"
+    return Status.TIMEOUT, f"{told}: {tail}"
   text = reply[1:2001].decode(errors="replace") if reply[:1] == b"E" else tail
   if reply[:1] != b"A" and any(sign in text for sign in MEMORY_SIGNS):
     return Status.MEMORY, text
@@ -421,10 +437,10 @@ class RunWorker:
     return self._worker
 
   def _ask(
-    self, parts: list[bytes], seconds: float | None = None
+    self, parts: list[bytes], cpu_seconds: int | None = None
   ) -> tuple[dict[str, Any], bytes]:
     try:
-      head, payload = self._start().ask(frames.pack(parts), seconds)
+      head, payload = self._start().ask(frames.pack(parts), cpu_seconds=cpu_seconds)
       answer = answers.parse(head)
     except WorkerError:
       self.close()
@@ -445,9 +461,13 @@ class RunWorker:
       WorkerError: An artifact was refused, or the gate itself ended.
       OutageError: Something else ended it twice; see `twice`.
     """
-    request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
+    seconds = min(GATE_SECONDS, self._limits.call_cpu_seconds)
+    request = {
+      "kind": "gate",
+      "cpu_seconds": seconds,
+      "specs": [dict(spec) for spec in specs],
+    }
     parts = [json.dumps(request).encode(), *(hooks[spec["name"]] for spec in specs)]
-    seconds = min(GATE_SECONDS, self._limits.seconds)
     answer, _ = twice(lambda: self._ask(parts, seconds))
     names, found = [spec["name"] for spec in specs], answer.get("computation")
     # The identities become names of files.

@@ -1,5 +1,6 @@
 """What the jailed workers do beside isolation: imports before it, memory within."""
 
+import json
 import os
 import pathlib
 import select
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.discovery.core import store
+from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.task import Call, Status
 from mxjax.discovery.sandbox import jail, jailed_executor, run_worker, supervisor
@@ -106,6 +107,27 @@ def test_a_trace_that_somebody_else_killed_is_tried_once_more(
     return
   assert made.status == status, made.detail
   assert len(asked) == kills + 1
+
+
+def test_traces_and_their_checks_are_limited_by_processor_time(monkeypatch):
+  """A machine that is busy, or halted, for minutes fails no honest program."""
+  # A prompt tells a language model this many.
+  assert supervisor.TRACE_LIMITS.cpu_seconds == candidate_source.TRACE_SECONDS
+  assert supervisor.TRACE_LIMITS.seconds == candidate_source.WALL_SECONDS
+  asked = []
+
+  def ask(self, request, seconds=None, cpu_seconds=None):
+    head, _ = supervisor.frames.unpack(request)
+    asked.append((json.loads(head)["cpu_seconds"], seconds, cpu_seconds))
+    answer = {"status": Status.OK, "computation": ["0" * 64]}
+    return [json.dumps(answer).encode(), b""]
+
+  worker = supervisor.RunWorker({}, "fit", [], "standard")
+  monkeypatch.setattr(
+    supervisor.RunWorker, "_start", lambda self: type("W", (), {"ask": ask})()
+  )
+  assert worker.gate([{"name": "h"}], {"h": b"unit"}) == {"h": "0" * 64}
+  assert asked == [(supervisor.GATE_SECONDS, None, supervisor.GATE_SECONDS)]
 
 
 def world_worker(folder):
