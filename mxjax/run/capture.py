@@ -54,6 +54,8 @@ class Captured:
     self._layer, self._index = float_layer, trajectories.index
     self._name = setup.layers[self._index]
     taps = setup.model.projection_taps
+    # Sorted, because they are static arguments of a compiled function: the order of a
+    # set differs from process to process, and another order is another program.
     self._read = tuple(sorted({taps[path] for path in setup.targets}))
     plain = {name for fit in setup.program.recover for name in fit.float_taps}
     self._plain = tuple(sorted(plain))
@@ -73,6 +75,7 @@ class Captured:
     # Hooks run with 64-bit types enabled; the model does not.
     with jax.enable_x64(False):
       if trajectories.gradients is not None and self._for_linears:
+        # Before `capture`, which takes the buffers of `hidden`.
         rows = tuple(
           (sublayer, name, self._layer[sublayer][name]["weight"].shape[0])
           for sublayer, name in setup.targets
@@ -82,6 +85,8 @@ class Captured:
           streams.linear_gradients(model, layer, states, part, rows, placement)
           for states, part in zip(hidden, leaving, strict=True)
         ]
+      # `streams.capture` does not wait by itself, so that each chunk waits here: on a
+      # CPU one computation is in flight at a time.
       capture = functools.partial(streams.capture, model, layer)
       outputs = [
         execution.block_on_cpu(capture(chunk, self._read, self._plain, placement))
@@ -108,6 +113,7 @@ class Captured:
 
   def release_inputs(self) -> None:
     """Frees what linears read, and their gradients, but keeps what fits take."""
+    # Views hold what linears read, and through their cache the Hessians.
     self._gradients, self.views = [], {}
     if self._taps is not None:
       self._taps = [{name: part[name] for name in self._plain} for part in self._taps]
@@ -125,6 +131,7 @@ class Captured:
       return view.for_linear(name, learned=learned, group=group)
     self._run()
     gradients = [chunk[name] for chunk in self._gradients]
+    # Each linear has weights of its own, so that none of its moments is shared.
     return fisher.weighted(
       view.for_linear(name, learned=learned, group=group, gradients=gradients)
     )
@@ -139,6 +146,7 @@ class Captured:
       # Reading the shape would run the layer, which a store may make unnecessary.
       length = setup.calib.tokens.shape[1] if store else self._run()[0][tap].shape[-1]
       views[tap] = LinearInputs(
+        # Bound now: the loop's variable is another tap when this is called.
         lambda tap=tap: [chunk[tap] for chunk in self._run()],
         setup.contract.rules,
         extent=(setup.calib.count, width // setup.contract.block_size, length),
@@ -194,6 +202,8 @@ class Trajectories:
       store.open()
     gradients = None
     if setup.program.weighting == "fisher":
+      # What is read back from a file lies on one device, so that on a mesh gradients
+      # stay in memory, spread as they are.
       on_disk = (store or folder) if placement.mesh is None else None
       with report.clock.stage(OUTPUT_GRADIENTS):
         gradients = OutputGradients(on_disk.path / "gradients" if on_disk else None)
@@ -225,6 +235,7 @@ class Trajectories:
         for _ in names
       ]
     begun = cls(setup, index, entering, fits, gradients=gradients, store=store)
+    # They are computed for all layers, and no trajectory leaves those before `index`.
     for finished in range(index):
       begun._release_gradients(finished)
     return begun
@@ -240,6 +251,8 @@ class Trajectories:
   def leave(self, captured: Captured) -> None:
     """Moves the float trajectory past a layer and frees that layer's gradients."""
     self._release_gradients(self.index)
+    # Nothing reads what leaves the last layer, and with a store asking for it would run
+    # that layer.
     if self.index + 1 < self._setup.model.num_layers:
       self._entering = captured.leaving()
     self.index += 1
@@ -251,6 +264,7 @@ class Trajectories:
 
   def _named(self) -> dict[str, Chunks]:
     if self._entering is None:
+      # Read from the store and kept here: the next layer's run takes it again.
       self._entering = self.entering()
     names = fit_names(self._setup.program)
     return {"float": self._entering, **dict(zip(names, self.fits, strict=True))}

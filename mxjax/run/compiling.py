@@ -44,6 +44,7 @@ def compile_together(
   promise `compiles_together`. `groups` are what `shape_group` returned, by tap. What a
   linear raises here it raises again in its turn.
   """
+  # The first linear of each shape: a program is compiled for shapes, not for names.
   weights: dict[tuple[int, ...], tuple[str, str]] = {}
   for block, linear in setup.targets:
     weights.setdefault(layer[block][linear]["weight"].shape, (block, linear))
@@ -53,11 +54,13 @@ def compile_together(
   _ = captured.taps
 
   def run(block: str, linear: str) -> None:
+    # Entered here, because JAX has this setting for each thread by itself.
     with precision.float64_scope():
       weight = jnp.asarray(layer[block][linear]["weight"])
       group = groups[setup.model.projection_taps[block, linear]]
       inputs = captured.inputs(block, linear, group)
       leaf, told = setup.program.quantize_linear(weight, inputs)
+      # Its probe is a program of this shape, too.
       linear_record(weight, leaf, inputs, told, probe=setup.probe)
 
   with ThreadPoolExecutor(min(len(weights), os.cpu_count() or 1)) as pool:
@@ -75,6 +78,7 @@ def _gains(setup: Setup, weights: Mapping[tuple[int, ...], tuple[str, str]]) -> 
     return False
   if setup.placement.mesh is not None or setup.store is not None:
     return False
+  # Where the backend tells nothing, no memory counts as free, and nothing is done.
   memory = jax.local_devices()[0].memory_stats() or {}
   free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
   needed = sum(BYTES_A_WEIGHT * rows * columns for rows, columns in weights)

@@ -57,6 +57,8 @@ VERSION = 2
 """This is the version of a run folder's layout; no other one is resumed."""
 
 _MEND = "put back an intact copy of the folder, or start again with another --out"
+# A name has one folder and nothing that leads out of it: a state that someone else
+# wrote could otherwise have a resume delete any file of this user.
 _PATTERN = rf"^({'|'.join(FOLDERS)})/[^/\\]+\.safetensors$"
 _Name = Annotated[str, pydantic.StringConstraints(pattern=_PATTERN)]
 _Files = dict[_Name, sealed.Entry]
@@ -176,9 +178,12 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
     # A new run may still be computing its identity while it differentiates.
     harmless = lambda name: _is_scratch(name) or name.startswith("gradients/")
     return [name for name in names if not harmless(name)]
+  # The layer in work is number `len(layers)` from 0, and the hidden states that are
+  # written with it enter the next one.
   number = 1 + len(state["layers"])
   step = 1 + (len(state["tuning"]["losses"]) if state["tuning"] else 0)
   writing = ["layers/", f"streams/{number}-", f"tuning/{step}."]
+  # `prepare` runs once, before the first layer.
   writing += [] if number > 1 or state["prepared"] else ["prepared/"]
   odd, new = [], []
   for name in names:
@@ -186,6 +191,8 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
       odd += [] if _is_scratch(name) else [name]
     elif not name.startswith("gradients/") and name not in state["removable"]:
       (new if name.startswith(tuple(writing)) else odd).append(name)
+  # A kill interrupts one write: of one layer with its hidden states, or of one other
+  # kind.
   kinds = [name.partition("/")[0] for name in new]
   is_one = {*kinds} <= {"layers", "streams"} or len({*kinds}) == 1
   return odd + ([] if is_one and kinds.count("layers") <= 1 else new)
@@ -269,6 +276,7 @@ class RunFolder:
         self._prove(resume=resume)
         self._repair()
         self._texts = {key: sealed.canonical(one) for key, one in self._state.items()}
+      # Nobody gets this object, so nobody else could release its lock.
       except BaseException:
         self.close()
         raise
@@ -298,6 +306,8 @@ class RunFolder:
         mend="if no process is, make an empty file of that name",
       ) from error
     try:
+      # The kernel releases it when the process dies, however it dies: no stale lock is
+      # left.
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       lock.close()
@@ -325,7 +335,10 @@ class RunFolder:
           mend="go on with it by --resume, or name another --out",
         )
       self._state = read_state(self.path)
+      # It is of the text that was read; every write computes its own.
       del self._state["digest"]
+    # All faults are collected before the first is raised, and before anything is
+    # deleted.
     faults = atomic_io.damaged_files(self.path, listed_files(self._state))
     faults += [
       f"{name} is not in it, and no kill leaves it"
@@ -341,6 +354,7 @@ class RunFolder:
 
   def _repair(self) -> None:
     """Removes what a killed process was writing."""
+    # All that is in other folders is scratch: `_prove` has refused any other file.
     for entry in sorted(self.path.iterdir()):
       if entry.is_dir() and entry.name not in FOLDERS:
         shutil.rmtree(entry)
@@ -351,6 +365,7 @@ class RunFolder:
     self._state = self._state | {"removable": []}
     for name in FOLDERS:
       (self.path / name).mkdir(exist_ok=True)
+    # A new folder survives a loss of power only if the folder that names it is flushed.
     for folder in (self.path, self.path.absolute().parent):
       atomic_io.sync(folder)
 
@@ -382,6 +397,7 @@ class RunFolder:
     Raises:
       ValueError: The run in the folder has another identity or environment.
     """
+    # Of a process that only reads.
     if self._lock is None:
       return []
     # Tuples become lists, as in the state.
@@ -392,6 +408,7 @@ class RunFolder:
       if not callable(identity):
         self._begin()
       return []
+    # A run that resumes compares its weights before it does any work.
     own = json.loads(json.dumps(wait()))
     if wrong := differing(own, self._state["identity"]):
       theirs, ours = _told(wrong)
@@ -422,6 +439,7 @@ class RunFolder:
 
   def _begin(self) -> None:
     """Writes the first state of a run whose identity was not known at `begin`."""
+    # The first write waits here for the digest of the weights, if it is still computed.
     if self._start:
       self._save(version=VERSION, **self._start())
       self._start = None
@@ -556,6 +574,7 @@ class RunFolder:
     number = len(self.finished) + 1
     entering = {}
     for stream, chunks in (streams or {}).items():
+      # With leading zeros, so that sorted names are chunks in calibration order.
       arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
       entering |= self._write(f"streams/{number}-{stream}.safetensors", arrays)
     nodes, arrays = packed
@@ -566,6 +585,8 @@ class RunFolder:
     if streams is None:
       self._save(layers=layers)
       return
+    # Named as removable before they are removed: a kill between the two leaves files
+    # that the state explains.
     old = self._state["streams"]
     self._save(old, layers=layers, streams=entering)
     self._remove(old)
@@ -605,6 +626,8 @@ class RunFolder:
     streams = {}
     for file in self._state["streams"]:
       arrays = atomic_io.read_arrays(self.path / file)
+      # Cut anew, because a resumed run may have another chunk size: no bit depends on
+      # it.
       rows = np.concatenate([arrays[part] for part in sorted(arrays)])
       starts = range(0, len(rows), chunk)
       name = pathlib.Path(file).stem.partition("-")[2]
@@ -627,6 +650,7 @@ class RunFolder:
       "losses": [*losses],
       "seconds": [*before["seconds"], seconds],
     }
+    # The new step is on the disk and in the state before the old one is removed.
     self._save(before["files"], tuning=made)
     self._remove(before["files"])
 
@@ -657,6 +681,7 @@ class LayerWriter:
 
   def __init__(self, folder: RunFolder | None) -> None:
     self._folder = folder
+    # One thread, because each state of the folder follows from the one before it.
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "mxjax-layer-writer")
     self._under_way: concurrent.futures.Future[None] | None = None
 

@@ -66,6 +66,8 @@ def quantize_layer(
       compile_together(setup, captured, groups, float_layer)
     for sublayer, linear in setup.targets:
       report.linear(linear)
+      # In forward order; each linear sees inputs of the float layer, so that none
+      # depends on how another was quantized.
       weight = jnp.asarray(float_layer[sublayer][linear]["weight"])
       execution.trim_malloc(4 * weight.size)
       group = groups[setup.model.projection_taps[sublayer, linear]]
@@ -77,7 +79,10 @@ def quantize_layer(
       leaves[sublayer, linear] = execution.block_on_cpu(leaf)
       path = f"{sublayer}/{linear}"
       linears[path] = linear_record(weight, leaf, inputs, told, probe=setup.probe)
+    # Waited for on a GPU as well, so that the work counts for this stage of the clock.
     parent = jax.block_until_ready(replace_weights(float_layer, leaves))
+    # Each process has solved for itself, and another kind of machine may round
+    # otherwise.
     processes.check_same(f"the codes of {name}", parent, setup.placement.mesh)
 
   # Free the layer's largest arrays, inputs and Hessians, before recovery.
@@ -88,6 +93,7 @@ def quantize_layer(
   quantized, recovery = recover(
     setup, trajectories, captured, float_layer, parent, report.stage
   )
+  # Refused at the first layer rather than when all of them are quantized.
   if program.tune:
     scale_distillation.check(quantized, setup.model)
   trajectories.leave(captured)
@@ -104,6 +110,7 @@ def _under_contract(leaf: QuantizedLinear, contract: Contract) -> QuantizedLinea
   Raises:
     ValueError: The contract rounds inputs and the linear's rule does not.
   """
+  # Whatever rule the method learned, the contract leaves inputs as they are.
   if contract.activations == "float":
     return dataclasses.replace(leaf, rounding=Unrounded())
   if not leaf.rounding.is_legal:

@@ -66,6 +66,7 @@ class Report:
 
   def begin_layer(self, index: int, largest: int) -> None:
     """Begins a layer, whose largest array has so many bytes."""
+    # -1, because every stage counts it up, and so does the first.
     self._layer, self._step, self._largest = index, -1, largest
 
   @contextlib.contextmanager
@@ -94,11 +95,13 @@ class Report:
 
   def linear(self, label: str) -> None:
     """Tells of the work within a stage, such as the linear that is quantized."""
+    # All stages count alike: their true shares depend on the method and the machine.
     done = self._layer + max(self._step, 0) / (2 + len(self.program.recover))
     self._tell(label, self._share(done), self._layer)
 
   def _share(self, layers: float) -> float:
     """Returns the share of the run that is finished with so many layers."""
+    # The layers lie between the differentiation before them and the tuning behind them.
     first = DIFFERENTIATING if self.program.weighting == "fisher" else 0.0
     last = BEFORE_TUNING if self.program.tune else 1.0
     return first + (last - first) * layers / self.layers

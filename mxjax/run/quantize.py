@@ -79,6 +79,7 @@ def run(
       folder = run_dir
     else:
       folder = stack.enter_context(RunFolder(run_dir, resume=resume))
+    # Before `prepare`, which may take long: a run of another identity is refused here.
     resumed, clock = _begin(folder, setup)
     report = Report(setup.program, setup.model.num_layers, clock, on_progress)
     with clock.stage("preparation"):
@@ -166,6 +167,7 @@ def _begin(
     known = setup.identity_but_weights()
     pool = concurrent.futures.ThreadPoolExecutor(1, "mxjax-weights-digest")
     weights = pool.submit(lambda: setup.weights_digest)
+    # The one task goes on, and the thread ends with it.
     pool.shutdown(wait=False)
     resumed = folder.begin(lambda: known | {"weights": weights.result()}, here)
   else:
@@ -194,6 +196,7 @@ def _quantize_layers(
   """
   count = setup.model.num_layers
   kept = folder.finished if folder else []
+  # Nothing is left to measure, so that neither tokens are embedded nor gradients taken.
   if len(kept) == count:
     trajectories = None
   else:
@@ -201,6 +204,7 @@ def _quantize_layers(
   for index, layer in enumerate(kept):
     assert folder
     quantized = folder.read_layer(layer)
+    # Saved hidden states have passed the layers before `trajectories.index`.
     if trajectories and index >= trajectories.index:
       with report.replay(index, len(kept)):
         replay_layer(setup, trajectories, quantized)
@@ -209,6 +213,8 @@ def _quantize_layers(
     for number in range(len(kept) + 1, count + 1):
       assert trajectories
       made = quantize_layer(setup, trajectories, report)
+      # All processes stop after the same layer: one that went on alone would wait for
+      # the others.
       is_stopping = bool(stop and processes.any_of(stop(), setup.placement.mesh))
       # Nothing reads hidden states after the last layer, so that old ones go.
       streams = {} if number == count else None
@@ -216,8 +222,10 @@ def _quantize_layers(
         if is_stopping or number % save_every == 0:
           streams = trajectories.to_host()
       with report.clock.stage("writing"):
+        # A copy: the clock goes on while the layer is written behind the next one.
         clock = dataclasses.asdict(report.clock)
         writer.write(*made, streams=streams, clock=clock)
+        # No layer follows behind whose work this one could be written.
         if is_stopping or number == count:
           writer.wait()
       outcome.add(*made)
@@ -320,6 +328,7 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
       sizes.warn(result.record.program["name"], sizes.size_report(result.params))
     return result.params
 
+  # Tools and `help` show the arguments of `run`, whose list is written once.
   signature = inspect.signature(run)
   returns = MutableMapping[str, Any]
   quantize.__signature__ = signature.replace(return_annotation=returns)

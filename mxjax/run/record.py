@@ -49,6 +49,7 @@ ROUNDING_NAMES = {
 def peak_memory_bytes() -> int:
   """Returns the peak resident memory of this process so far."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  # Linux counts kibibytes here, macOS bytes.
   return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -123,10 +124,13 @@ def _relative_error(
   x, weight, operand, decoded = (
     array.reshape(-1, array.shape[-1]) for array in (x, weight, operand, decoded)
   )
+  # Full precision: the error is a difference of products that are nearly equal, and
+  # TF32 on a GPU would hide it.
   dot = lambda a, b: jnp.einsum("dn,dm->nm", a, b, precision=HIGHEST)
   exact = dot(x, weight)
   error = dot(operand, decoded) - exact
   signal = jnp.square(exact).sum()
+  # Not 0 / 0: the run folder holds records as JSON, which has no NaN.
   return jnp.square(error).sum() / jnp.where(signal > 0, signal, 1.0)
 
 
@@ -144,6 +148,8 @@ def local_objectives(
     folded: Weights W in the map's coordinates, float32 `[blocks, 32, out_features]`.
     decoded: Realized weights W^, as `folded`.
   """
+  # With q = x + d, G = W^'W^ and K = W^'(W - W^): ||W^q - Wx||^2 = d'G d - 2 d'K x +
+  # ||(W^ - W) x||^2, without an array of outputs.
   gram, cross = one_code.tables(folded, decoded)
   gap = decoded - folded
   gap_gram = jnp.einsum("bim,bjm->bij", gap, gap, precision=HIGHEST)
@@ -176,6 +182,7 @@ def _probe(
     **dict.fromkeys(LOCAL_OBJECTIVES, one),
   }
   result["error_final"] = result["error_mapped_nearest"]
+  # None is a rule that may edit any code; only 0 promises the nearest ones.
   is_nearest = leaf.rounding.edits == 0
   operand = nearest if is_nearest else leaf.rounding.round(mapped, rules)
   if not is_nearest:
@@ -189,12 +196,16 @@ def _probe(
       result[name] = a / jnp.where(b > 0, b, 1.0)
   if leaf.rounding.edits:
     result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
+  # E2M1 ends at 6 times the scale; the floor rule leaves a block's largest value below
+  # 8 times it.
   exponent = mxfp4.block_exponent(mapped, of_inputs)
   limit = 6.0 * mxfp4.scale_of(exponent)[..., None, :]
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
+  # Without the sign bit, 7 is the magnitude 6.
   codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)
   result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
   result["activation_exponents"] = exponent
+  # The bias of E8M0; widened first, because the difference of bytes would wrap around.
   result["weight_exponents"] = leaf.weight.scales.astype(jnp.int32) - 127
   return result
 
@@ -230,6 +241,8 @@ def linear_record(
   if not probe:
     return record
   blocks = mxfp4.weight_blocks(weight)
+  # Folded as for the codes and not within `_probe`: `fold` keeps LAPACK to one thread,
+  # and so gives the same bits.
   folded = execution.block_on_cpu(fold(blocks, leaf.input_map))
   probed = execution.block_on_cpu(
     _probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf)

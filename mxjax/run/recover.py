@@ -50,6 +50,8 @@ def recover(
       moments, trajectories.fits[number] = measure(
         setup,
         fit,
+        # By default it has all earlier fits and no later ones, as Eq. conditional-stage
+        # wants it; a fit may ask for another state.
         fit.state(quantized, parent, float_layer),
         float_layer,
         trajectories.fits[number],
@@ -107,6 +109,7 @@ def measure(
       constants,
       static=(setup.model, fit),
       params=layers,
+      # Donated: what leaves the layer has the size of what enters it.
       consumed=chunk,
     )
     leaving.append(output)
@@ -126,6 +129,7 @@ def _measure_sequence(
   hidden, (float_taps, rounded) = sequence
   with jax.enable_x64(False):
     layer = rounding_alone.with_values(layers["quantized"], rounded)
+    # A batch of one, as everywhere in calibration: so no bit depends on the chunk size.
     output, taps = model.layer_with_taps(layer, hidden[None])
   targets = jax.tree.map(lambda a: a[None], float_taps)
   sample = Sample(constants, layers["float"], taps, targets, index)
@@ -146,6 +150,7 @@ def replay_layer(setup: Setup, trajectories: Trajectories, layer: Params) -> Non
   index = trajectories.index
   name, float_layer = setup.layers[index], setup.params[setup.layers[index]]
   captured = Captured(setup, trajectories, float_layer, for_linears=False)
+  # No linear is quantized, so that of the taps only those of the fits are kept.
   captured.release_inputs()
   leaves = {path: layer[path[0]][path[1]]["weight"] for path in setup.targets}
   parent = replace_weights(float_layer, leaves)
@@ -160,6 +165,7 @@ def replay_layer(setup: Setup, trajectories: Trajectories, layer: Params) -> Non
   # What the fits installed is all that is not the parent's.
   known = {id(leaf) for leaf in jax.tree.leaves(parent)}
   found, kept = jax.tree.leaves(again), jax.tree.leaves(dict(layer))
+  # By bytes, because 0 and -0 are equal and NaN is not equal to itself.
   is_same = len(found) == len(kept) and all(
     id(a) in known or np.asarray(a).tobytes() == np.asarray(b).tobytes()
     for a, b in zip(found, kept, strict=True)

@@ -103,6 +103,7 @@ class Heartbeat:
     """Returns the sentence for now."""
     now = time.monotonic()
     text = f"still at {self._stage}, for {span(now - self._since)}"
+    # A copy: other threads begin and end programs meanwhile.
     for name, began in list(self._compiling.values()):
       # Programs that have just begun come and go.
       if now - began >= BRIEF:
@@ -114,6 +115,7 @@ class Heartbeat:
       left = self._spoke + self._interval - time.monotonic()
       if self._ended.wait(max(left, 0.0)):
         return
+      # Someone else may have spoken while this thread slept.
       if time.monotonic() - self._spoke >= self._interval:
         self.spoke()
         self._tell(self.line())
@@ -141,6 +143,7 @@ class Heartbeat:
     traceback: TracebackType | None,
   ) -> None:
     self._ended.set()
+    # Joined, so that no line comes after the block has ended.
     self._thread.join()
     jax.monitoring.unregister_scalar_listener(self._begun)
     jax.monitoring.unregister_event_duration_listener(self._compiled)
@@ -168,6 +171,7 @@ def lines(
     spent, left = clock.update(now.fraction, now.layer)
     if heartbeat:
       heartbeat.at(f"{method}, {text}{stage}")
+    # One line for each layer, and for each counted stage whatever its count.
     if where == last:
       return
     last = where

@@ -108,6 +108,8 @@ def _mapped(leaf: QuantizedLinear, inputs: jax.Array) -> jax.Array:
   """Returns a linear's inputs in the coordinates of its map, `[blocks, 32, S * T]`."""
   one = lambda rows: quantized_inputs(rows, leaf)
   sequences = jax.lax.map(one, inputs)
+  # From `[S, d, T]` to `[d, S, T]`, so that the tokens of a sequence stay together on
+  # the last axis; `_by_sequence` cuts them apart again.
   columns = jnp.moveaxis(sequences, 0, 1)
   return columns.reshape(-1, mxfp4.BLOCK_SIZE, columns.shape[1] * columns.shape[2])
 
@@ -136,14 +138,19 @@ def rounded_inputs(
   """
   sequences, length, _ = hidden.shape
   read = model.projection_taps
+  # All taps in every pass, because another selection would be another program.
   names = tuple(sorted({read[path] for path in linears}))
   # All on the device of the states: a mixture of committed arrays and others would be
   # another program each time.
   beside = lambda array: jax.device_put(array, hidden.sharding)
+  # Zeros stand for what is not known yet: every pass is one program, and what they lead
+  # to is not read.
   values = {}
   for path, leaf in linears.items():
     shape = sequences, leaf.shape[1] // mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE, length
     values["/".join(path)] = beside(jnp.zeros(shape, jnp.float32))
+  # After pass k, the inputs of the first k tensors are final. `used` has those that
+  # were given to a rule, to see that no later pass moves them.
   used: dict[str, np.ndarray] = {}
   for tap in dict.fromkeys(read[path] for path in linears):
     # The model runs without 64-bit types, as everywhere; hooks may need them.
@@ -159,6 +166,7 @@ def rounded_inputs(
     used[tap] = np.asarray(taps[tap])
     for path, leaf in linears.items():
       if read[path] == tap:
+        # `_mapped` then maps and does not round.
         bare = dataclasses.replace(leaf, rounding=Unrounded())
         mapped = _mapped(bare, taps[tap])
         rounded = leaf.rounding.round_mapped(mapped, leaf.rules)

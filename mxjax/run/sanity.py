@@ -47,6 +47,7 @@ class SanityReport:
         models hardly agree.
     """
     excess = self.quantized_loss - self.float_loss
+    # A better loss than the float model's is no fault, however large the difference.
     if np.isfinite(excess) and excess <= MAX_EXCESS_NATS:
       if self.agreement >= MIN_AGREEMENT:
         return
@@ -73,6 +74,7 @@ class OutputReport:
 
   def check(self, name: str) -> None:
     """Raises FloatingPointError if outputs of zero would not be farther away."""
+    # So written, NaN is refused, too.
     if not self.relative_error < 1:
       raise FloatingPointRefusal(
         "sanity",
@@ -89,6 +91,7 @@ def report(
   """Compares the models on the first calibration examples."""
   model: Any = calib.model
   if not hasattr(model, "outputs"):
+    # One short sequence: the gate looks for collapse, not for quality.
     tokens = calib.tokens[:1, :SANITY_TOKENS]
     return compare(model, params, quantized, tokens)
   inputs = jax.tree.map(lambda a: a[:SANITY_EXAMPLES], calib.tokens)
@@ -98,6 +101,7 @@ def report(
   )
   error = total = 0.0
   for exact, got in pairs:
+    # Outputs of any dtype, also one whose squares overflow.
     exact, got = (np.asarray(a, np.float64) for a in (exact, got))
     error, total = error + ((got - exact) ** 2).sum(), total + (exact**2).sum()
   return OutputReport(float(error / total), min(calib.count, SANITY_EXAMPLES))
@@ -120,6 +124,7 @@ def _compared(
   ours: jax.Array, theirs: jax.Array, tokens: jax.Array
 ) -> dict[str, jax.Array]:
   """Compares log-probabilities `[B, T, vocabulary]`, ours of the quantized model."""
+  # Position t predicts token t + 1; the last position has no token to be compared with.
   ours, theirs, wanted = ours[:, :-1], theirs[:, :-1], tokens[:, 1:, None]
   pick = lambda logp: -jnp.take_along_axis(logp, wanted, -1).mean()
   return {

@@ -159,6 +159,7 @@ class Setup:
           got=" and ".join(given),
           mend="leave it out",
         )
+      # It replaces params, targets and program, which all checks below read.
       setup = _with_linears_found(setup, calib.model)
     else:
       _check_model(setup)
@@ -170,6 +171,8 @@ class Setup:
       chunk=chunk,
       contract=setup.program.under(setup.contract),
     )
+    # First what model and contract alone decide: `_check_weights` reads every weight,
+    # perhaps from disk.
     _check_targets(setup)
     _check_weights(setup)
     _check_description(program)
@@ -204,6 +207,8 @@ class Setup:
 
   def identity_but_weights(self) -> dict[str, Any]:
     """Returns the part of `identity` that reads no weight."""
+    # Two classes can describe themselves by the same name and options and compute
+    # otherwise.
     kind = type(self.program)
     return {
       "program": dict(self.program.describe()),
@@ -241,6 +246,8 @@ class Setup:
       made = self.program.prepare(self.params, self.calib, self.contract)
       hook_results.check_prepared(self.program, made)
       learned, record = made.learned, dict(made.record)
+      # By identity: a hook that changes nothing hands back what it got, and then no
+      # model is written.
       rewritten = None if made.params is self.params else made.params
     found = dataclasses.replace(
       self,
@@ -249,11 +256,14 @@ class Setup:
       preparation={**self.preparation, **record},
     )
     if rewritten is None and self.store is not None:
+      # Past the frozen dataclass, into the place where `cached_property` looks;
+      # `replace` does not copy it.
       vars(found)["_weights_digest"] = self.weights_digest  # Of the same arrays.
     if rewritten is not None and hook_results.is_own(self.program, "prepare"):
       with errors.within("prepare"):
         _check_layers(found)
         _check_weights(found)
+    # A method that learns nothing leaves no file to check on a resume.
     if folder and not saved and (rewritten is not None or learned):
       folder.write_prepared(rewritten, learned, record)
     return found
@@ -285,6 +295,7 @@ def _check_model(setup: Setup) -> None:
   if not program.recover:
     return
   layer, outer = setup.params[model.layer_name(0)], setup.outer
+  # Traced and not run. Four tokens are the shortest sequence of a calibration.
   run = lambda ids: model.layer_with_taps(layer, model.embed(outer, ids))[1]
   found = set(jax.eval_shape(run, jax.ShapeDtypeStruct((1, 4), "int32")))
   lacking = []
@@ -311,6 +322,7 @@ def _check_description(program: Program) -> None:
   """Checks that results, run folders and checkpoints can say what the program is."""
   try:
     described = dict(program.describe())
+    # Python would write NaN and Infinity, which are no JSON.
     json.dumps(described, allow_nan=False)
   except (TypeError, ValueError) as error:
     raise TypeRefusal(
@@ -340,6 +352,7 @@ def _check_types(params: Any, calib: Any, method: Any, contract: Any) -> None:
 def _check_layers(setup: Setup) -> None:
   """Checks that the params have every layer of the model."""
   if missing := [name for name in setup.layers if name not in setup.params]:
+    # The variables of a Flax module, in place of its params.
     wrapped = set(setup.params) == {"params"}
     raise ValueRefusal(
       "quantize",
@@ -352,6 +365,7 @@ def _check_layers(setup: Setup) -> None:
 def _check_targets(setup: Setup) -> None:
   """Checks that the model has every projection that the contract names, and one."""
   model, contract = setup.model, setup.contract
+  # Each once, in forward order.
   names = list(dict.fromkeys(name for _, name in model.projection_taps))
   missing = [name for name in contract.targets if name not in names]
   if missing or not contract.targets or not model.num_layers:
@@ -425,12 +439,15 @@ def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]
   by_method: dict[Any, Program] = {}
   keys = {}
   for name, method in bound.methods.items():
+    # A `Program` of the user's need not be hashable; True stands for the method given
+    # to `quantize`.
     keys[name] = key = method if isinstance(method, str | bool) else id(method)
     if key not in by_method:
       by_method[key] = default if isinstance(method, bool) else methods.get(method)
   programs = list(by_method.values())
   for program in programs:
     obstacle = None
+    # Overridden, so that it would read a decoder's params.
     if type(program).prepare is not Program.prepare:
       obstacle = "learns on or rewrites a decoder before it quantizes"
     elif program.tune is not None or program.weighting != "uniform":
@@ -454,6 +471,8 @@ def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]
       mend="choose the same activations for all of them",
     )
   unfit = sorted({fit.name for program in programs for fit in program.recover})
+  # A fit needs values and gates of a decoder, which a module of another kind does not
+  # name.
   kept = [dataclasses.replace(program, recover=()) for program in programs]
   if len(kept) == 1:
     return kept[0], unfit

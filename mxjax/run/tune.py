@@ -29,10 +29,12 @@ def optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransform
   """Returns Adam for a layer, with warm-up and a linear decay to zero over `steps`."""
 
   def adam(rate: float) -> optax.GradientTransformation:
+    # Steps count from 0: without the 1 the first would change nothing.
     rise = lambda step: jnp.minimum(1, (step + 1) / options.warmup)
     schedule = lambda step: rate * rise(step) * (1 - step / steps)
     return optax.adam(schedule, b1=0.9, b2=0.95)
 
+  # Two rates: one for the factors of single linears, one for those that a tap shares.
   labels = lambda layer: {
     part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer
   }
@@ -90,15 +92,20 @@ def distill_scales(
   losses: list[float] = []
   if folder and (saved := folder.read_tuning()):
     leaves = [jnp.asarray(saved.arrays[key]) for key in sorted(saved.arrays)]
+    # Only leaves are on disk; the structure follows from options and model, which are
+    # those of the start.
     structure = jax.tree.structure((learned, state))
     learned, state = jax.tree.unflatten(structure, leaves)
     losses = saved.losses
   if len(losses) < len(order):
     report.tuning(len(losses), len(order), None)
     start = time.perf_counter()
+    # Once for all steps. Hidden states of width d, because logits of the vocabulary
+    # would take far more memory.
     teachers = streams.final_hiddens(model, setup.params, chunks)
     examples = list(zip(chunks, teachers, strict=True))
     objective = PredictionDivergence(model, PAPER_RULES)
+    # The order is drawn beforehand, so that a resumed run goes on where it stood.
     for chunk in order[len(losses) :]:
       weight = np.float32(options.weight_of_labels(losses))
       example = gradients.Example(*examples[chunk], jnp.asarray(weight))
@@ -113,6 +120,7 @@ def distill_scales(
       learned, state = update(options, len(order), learned, state, result.own)
       losses.append(result.shown)
       if folder:
+        # A step's time includes the write of the one before it.
         before, start = start, time.perf_counter()
         leaves = jax.tree.leaves((learned, state))
         named = {f"{number:06d}": leaf for number, leaf in enumerate(leaves)}
