@@ -131,6 +131,7 @@ def check_room(folder: pathlib.Path, arrays: Iterable[Any], files: int) -> None:
   Raises:
     OSError: There is too little.
   """
+  # Small arrays take a whole block each, and a model has hundreds of them.
   need = sum(array.nbytes + files * _BLOCK for array in arrays)
   if (free := shutil.disk_usage(folder).free) < need:
     raise OSRefusal(
@@ -151,12 +152,14 @@ def staged(
   `token` names the `partial_folder` shared by several processes; random if None.
   """
   final = check_output(out)
+  # 31 bits, because processes tell each other the token as an int32.
   partial = partial_folder(out, secrets.randbits(31) if token is None else token)
   with explaining(final):
     final.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()
     try:
       yield partial
+      # This replaces an empty folder; one with anything in it is refused by the system.
       os.replace(partial, final)
     finally:
       # The rename has moved the folder away unless something failed.
@@ -175,6 +178,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 def sync_tree(folder: pathlib.Path) -> None:
   """Flushes every file and folder below to disk, deepest first."""
+  # What a folder names is on the disk before the folder that names it.
   for place in (*sorted(folder.rglob("*"), reverse=True), folder):
     sync(place)
 
@@ -192,6 +196,7 @@ def describe_file(file: pathlib.Path) -> dict[str, Any]:
 
 def file_names(folder: pathlib.Path) -> list[str]:
   """Lists the relative paths of all that is no folder below a folder, sorted."""
+  # A link to a folder is listed as itself, because nothing below it is.
   found = (one for one in folder.rglob("*") if one.is_symlink() or not one.is_dir())
   return sorted(one.relative_to(folder).as_posix() for one in found)
 
@@ -213,6 +218,7 @@ def damaged_files(
     file = folder / name
     if not file.is_file():
       damage.append(f"{name} is missing")
+    # Sizes first: a cut file is told without reading it.
     elif (size := file.stat().st_size) != entry.get("bytes", size):
       damage.append(f"{name} has {size} bytes, not {entry['bytes']}")
     elif verify and file_sha256(file) != entry["sha256"]:
@@ -234,12 +240,15 @@ def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
         digest.update(part)
         file.write(part)
       file.flush()
+      # Before the rename, or a loss of power could leave the new name with old or no
+      # content.
       os.fsync(file.fileno())
     os.replace(partial, path)
   except OSError:
     # A full disk needs the room.
     partial.unlink(missing_ok=True)
     raise
+  # The rename itself is on the disk only after this.
   sync(path.parent)
   return digest.hexdigest()
 
@@ -289,6 +298,8 @@ def write_arrays(
     }
     offset = end
   text = json.dumps(header, separators=(",", ":")).encode()
+  # So that the data begin at a multiple of 8, the widest item, behind the 8 bytes of
+  # the length.
   text += b" " * (-len(text) % 8)
 
   def parts() -> Iterator[bytes | memoryview]:
@@ -314,6 +325,8 @@ def _checksum(arrays: Mapping[str, Any]) -> str:
   value = 0
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name])
+    # Names and shapes, too: a flipped bit in the header could give the same bytes to
+    # another name or shape.
     value = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), value)
     value = zlib.crc32(array.reshape(-1).view(np.uint8).data, value)
   return f"{value:08x}"
@@ -335,6 +348,7 @@ def read_checked(path: pathlib.Path) -> dict[str, np.ndarray]:
 
   with refusing(path, "arrays as written before", REMAKE):
     with safetensors.safe_open(path, framework="numpy") as file:
+      # `safe_open` has `keys()` and cannot be iterated by itself.
       arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
       stated = (file.metadata() or {}).get("crc32")
     if (found := _checksum(arrays)) != stated:

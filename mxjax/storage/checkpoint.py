@@ -175,6 +175,7 @@ def _write_files(
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
   save_arrays(folder / ARRAYS, arrays)
   atomic_io.sync_tree(folder)
+  # Last, because it has the digest of every other file.
   manifest = {**manifest, "files": atomic_io.list_files(folder)}
   sealed.write(folder / MANIFEST, manifest)
 
@@ -216,7 +217,9 @@ def save_checkpoint(
   to_dict = getattr(model_config, "to_dict", None)
   _check_rules("save_checkpoint", params, contract)
   nodes, arrays = tree_io.pack(params)
+  # All processes must name the same partial folder.
   token = processes.from_leader(secrets.randbits(31))
+  # Orbax meets all processes in this call, though process 0 alone writes.
   if not processes.is_leader():
     save_arrays(atomic_io.partial_folder(path, token) / ARRAYS, arrays)
     return pathlib.Path(path)
@@ -278,6 +281,8 @@ def _abstract_arrays(
     return arrays
   place = lambda spec: lambda one: one.update(sharding=NamedSharding(mesh, spec))
   whole = place(P())
+  # The rules of `Placement.shard_rows`, applied to descriptions: so no process reads
+  # rows that it will not hold.
   rows = functools.partial(map_rows, place(P(meshes.MODEL)), whole)
   tree = tree_io.unpack(manifest["nodes"], arrays)
   return tree_io.leaves_by_path(meshes.map_weights(tree, mesh, rows, whole))
@@ -312,6 +317,7 @@ def restore_checkpoint(
   """
   folder = pathlib.Path(path)
   manifest = read_manifest(folder)
+  # Before any array is read or hashed, which takes long.
   _check_contract(folder, manifest, contract)
   _check_files(folder, manifest["files"], verify=verify)
   with refusing(folder / MANIFEST, "nodes and arrays of a checkpoint", MEND):
@@ -358,6 +364,7 @@ def load(
   """
   from mxjax.models import CausalLM, ModelConfig
 
+  # The command writes the checkpoint beside its run and its report.
   inside = pathlib.Path(path) / CHECKPOINT
   folder = inside if inside.is_dir() else pathlib.Path(path)
   params, config = restore_checkpoint(

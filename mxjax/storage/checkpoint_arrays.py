@@ -49,6 +49,7 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
 
   def split(key: Any, value: Any) -> Any:
     del key
+    # Only matrices: their rows are what a mesh shares out.
     is_even = value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
     return in_chunks if is_even else None
 
@@ -107,6 +108,7 @@ def _leftovers_freed() -> Iterator[None]:
   # Where a program has frozen objects itself, nobody could tell ours from its own.
   is_frozen = gc.get_freeze_count() > 0
   if not is_frozen:
+    # This moves all existing objects to where no collection looks.
     gc.freeze()
   try:
     yield
@@ -125,6 +127,7 @@ def _read_batches(
     here = math.prod(one.shape) * one.dtype.itemsize
     if one.sharding is not None:
       part = math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+      # A process with several devices reads the part of each of them.
       here = part * len(one.sharding.addressable_devices)
     if batch and size + here > BATCH_BYTES:
       yield batch
@@ -150,6 +153,8 @@ def _load(
   # Orbax needs a limit one byte above what it reads.
   context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
   with context:
+    # Orbax takes from it that a host array of this shape is wanted. It is a view of one
+    # zero and takes no memory.
     on_host = lambda one: np.broadcast_to(np.zeros((), one.dtype), one.shape)
     wanted = {
       path: on_host(one) if one.sharding is None else one

@@ -23,6 +23,8 @@ LISTED = (
 
 def _inside(name: str) -> str:
   parts = name.split("/")
+  # 255 bytes are the longest name of a file on the usual systems: a longer one would
+  # raise where it is looked for.
   is_odd = {"", ".", ".."} & {*parts} or max(map(len, name.encode().split(b"/"))) > 255
   if is_odd or "\\" in name or "\0" in name:
     raise ValueError("Name should be of a file inside the folder")
@@ -73,6 +75,8 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 def write_texts(path: pathlib.Path, texts: Mapping[str, str]) -> None:
   """Writes what `write` does, of values whose `canonical` texts are at hand."""
+  # Put together as `canonical` would write it: sorted keys and no spaces. So a reader
+  # finds the same digest.
   content = ",".join(f"{canonical(key)}:{texts[key]}" for key in sorted(texts))
   own = hashlib.sha256(f"{{{content}}}".encode()).hexdigest()
   atomic_io.write_durably(path, f'{{"digest":"{own}",{content}}}\n'.encode())
@@ -96,6 +100,8 @@ def read(
     ValueError: It is damaged or of another version.
   """
   values = read_json(path, dict[str, Any], expected, mend=mend, limit=limit)
+  # Before the structure, which another version has otherwise: the message should name
+  # the version.
   if version and values.get(version[0]) != version[1]:
     raise ValueRefusal(
       path,
@@ -133,6 +139,7 @@ def output_faults(folder: pathlib.Path, others: Iterable[str]) -> list[str]:
     values = read(folder / OUTPUTS, "the list of a finished output folder", mend)
   except (OSError, ValueError) as error:
     return [str(error).rstrip(".")]
+  # What nothing lists is a fault, too: a result could have been put beside the others.
   known = {OUTPUTS, *values["files"], *others}
   faults = atomic_io.damaged_files(folder, values["files"])
   found = atomic_io.file_names(folder)

@@ -59,6 +59,7 @@ def _describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
   if isinstance(node, Mapping):  # `walk` stops only at empty ones.
     return {"type": "dict"}
   if isinstance(node, (jax.Array, np.ndarray)):
+    # JAX narrows 64-bit numbers here, so that other values would come back.
     array = jnp.asarray(node)
     if array.dtype != node.dtype:
       raise TypeRefusal(
@@ -70,6 +71,7 @@ def _describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
     arrays[path] = array
     return {"type": "array"}
   name = type(node).__name__
+  # By identity: a class of the same name from elsewhere would come back as ours.
   if TYPES.get(name) is not type(node):
     raise TypeRefusal(
       f"save_checkpoint: {path}",
@@ -82,6 +84,7 @@ def _describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
     key, value = field.name, getattr(node, field.name)
     if not field.metadata.get("static"):
       children[key] = _describe(value, f"{path}/{key}", arrays)
+    # The one static value that JSON does not have.
     elif isinstance(value, mxfp4.Rules):
       static[key] = dataclasses.asdict(value)
     else:
@@ -149,6 +152,7 @@ def unpack(nodes: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any
     KeyError: An array is absent.
     ValueError: This version does not know a type.
   """
+  # Paths inside a typed node never reach `nested`: its arrays are read by `_rebuild`.
   return nested({path: _rebuild(node, path, arrays) for path, node in nodes.items()})
 
 
@@ -188,6 +192,7 @@ def array_sha256(array: Any) -> str:
   """Computes the SHA-256 of an array's values, hex; frees the host copy."""
   if isinstance(array, jax.Array):
     array = meshes.alias(array)
+  # Viewed as bytes, because numpy's buffers do not support bfloat16.
   data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return hashlib.sha256(data.data).hexdigest()
 

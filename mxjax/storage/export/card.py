@@ -84,6 +84,7 @@ def model_card(form: str, manifest: Mapping[str, Any]) -> str:
   method = program.get("name", "unknown")
   contract = facts.get("contract") or {}
   rounds = contract.get("activations", "mxfp4") == "mxfp4"
+  # The tag w4a4 stands only where loading the folder computes the strict model.
   strict = rounds and manifest["activations"] == "as in the checkpoint"
   tags = ["mxfp4", "mxjax", "quantized", *(["w4a4"] if strict else [])]
   front = [

@@ -88,6 +88,7 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
       mend="a float model is saved by models.weights.save_folder",
     )
   weight_only = {not leaf.rounding.is_legal for leaf in quantized.values()}
+  # The one group below matches all linears, so that they share `input_activations`.
   if len(weight_only) > 1:
     raise ValueRefusal(
       "export",
@@ -149,6 +150,8 @@ def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
     ValueError: It has features that the format lacks, all of them named, or linears
       that runtimes fuse are not quantized alike.
   """
+  # Without --transforms every map is refused; with it, only those that are no plain
+  # Hadamards.
   lacking, mends = features.features_of(params), {"maps": _TRANSFORMS_MEND}
   if transforms and (maps := lacking.pop("maps", None)):
     leaves = {".".join(path): node for path, node in features.nodes(params)}

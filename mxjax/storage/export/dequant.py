@@ -53,12 +53,15 @@ def _scale_linear(linear: dict[str, Any], scale: jax.Array, offset: jax.Array) -
   rows = linear["weight"].shape[0]
   scale = jnp.broadcast_to(scale.astype(jnp.float64), (rows,))
   offset = jnp.broadcast_to(offset.astype(jnp.float64), (rows,))
+  # s (W x + b) + t = (s W) x + (s b + t): rows of the weight are outputs.
   linear["weight"] = linear["weight"] * scale[:, None]
   linear["bias"] = linear.get("bias", jnp.zeros(rows, jnp.float64)) * scale + offset
 
 
 def _fold_values(block: dict[str, Any], recovery: ValueRecovery) -> None:
   linear = block["v_proj"]
+  # Rows of v_proj are ordered by head, so that each coefficient serves `head_dim` rows
+  # in turn.
   repeat = linear["weight"].shape[0] // recovery.scale.shape[0]
   each_row = lambda of_heads: jnp.repeat(of_heads, repeat)
   _scale_linear(linear, each_row(recovery.scale), each_row(recovery.offset))
@@ -67,6 +70,8 @@ def _fold_values(block: dict[str, Any], recovery: ValueRecovery) -> None:
 def _fold_mlp(block: dict[str, Any], recovery: MlpRecovery) -> None:
   wide = {key: value.astype(jnp.float64) for key, value in vars(recovery).items()}
   one, none = jnp.float64(1), jnp.zeros((), jnp.float64)
+  # Paper: Eq. hires-mlp-update. Gate (1 + beta) g + alpha sigma_g, up (1 + eta) u,
+  # before SiLU and product.
   shift = wide["gate_shift"] * wide["gate_deviation"]
   _scale_linear(block["gate_proj"], one + wide["gate_scale"], shift)
   _scale_linear(block["up_proj"], one + wide["up_scale"], none)
@@ -99,6 +104,7 @@ def _effective_block(
     wide = result[part]
     if add_bias:
       wide.setdefault("bias", jnp.zeros(wide["weight"].shape[0], jnp.float64))
+    # The only rounding: all folding before it is in float64.
     result[part] = {key: array.astype(dtype) for key, array in wide.items()}
     error = result[part]["weight"].astype(jnp.float64) - wide["weight"]
     norm = float(jnp.linalg.norm(wide["weight"]))
@@ -118,12 +124,16 @@ def effective_params(
   rounding to `dtype`.
   """
   present = features.features_of(params)
+  # Qwen2 has a bias on v already; others get one by `attention_bias`, which gives it to
+  # q, k and o as well.
   values_need_bias = "value-recovery" in present and not config.qkv_bias
   new_config = dataclasses.replace(
     config,
     attention_bias=config.attention_bias or values_need_bias,
     mlp_bias=config.mlp_bias or "mlp-recovery" in present,
   )
+  # A config's flag promises a bias on every linear of the block, zero where nothing is
+  # folded.
   biased = {"self_attn": new_config.attention_bias, "mlp": new_config.mlp_bias}
   result: dict[str, Any] = {}
   largest = 0.0

@@ -133,6 +133,7 @@ def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
     leaf = dataclasses.replace(leaf, rounding=Nearest())
   if leaf.input_map is None or "maps" not in names:
     return leaf
+  # W~ T acts on native inputs; it is off the grid, so that it is rounded anew.
   native = encode(effective_weight(leaf).astype(jnp.float32), leaf.rules)
   return dataclasses.replace(leaf, weight=native, input_map=None)
 
@@ -148,6 +149,8 @@ def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
       use.
   """
   present = features_of(params)
+  # Tables and shares are measured in the coordinates of the map and mean nothing in
+  # native ones.
   bound = [name for name in activation_quantizers.FEATURES if name in present]
   if "maps" in names and (staying := [name for name in bound if name not in names]):
     raise ValueRefusal(

@@ -97,6 +97,8 @@ def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   if companions.model is None or not (companions.model / "config.json").is_file():
     return {**to_hf_config(config), "torch_dtype": dtype}
   values = weights.read_hf_config(companions.model / "config.json")
+  # The newer name of `torch_dtype`, which is set below: two names could contradict each
+  # other.
   values.pop("dtype", None)
   biases = {
     name: getattr(config, name)
@@ -189,6 +191,7 @@ def check_folder(folder: pathlib.Path, *, is_ours: bool) -> None:
   damage += [
     f"{name} is not listed"
     for name in file_names(folder)
+    # A loader may read weights that nothing lists; other files beside them do no harm.
     if ".safetensors" in name and name not in files
   ]
   if damage:
@@ -241,6 +244,7 @@ def write_folder(
       **source.record,
       **details,
     }
+    # Before the manifest, which has the digest of the card.
     write_durably(folder / CARD, card.model_card(form, manifest).encode())
     sealed.write(folder / MANIFEST, {**manifest, "files": list_files(folder)})
   return pathlib.Path(out)

@@ -41,7 +41,9 @@ def check(params: Mapping[str, Any]) -> None:
 def blocks(weight: mxfp4.MXTensor) -> np.ndarray:
   """Returns the bytes of llama.cpp's blocks, uint8 `[out, in / 32 * 17]`."""
   packed, scales = np.asarray(weight.codes), np.asarray(weight.scales)
+  # Ours: the even column of a pair lies in the low half of a byte.
   codes = np.stack([packed & 15, packed >> 4], axis=-1)
+  # `[rows, blocks, 2, 16]`: llama.cpp pairs code j of a block with code j + 16.
   halves = codes.reshape(*scales.shape, 2, mxfp4.BLOCK_SIZE // 2)
   bytes_ = halves[..., 0, :] | halves[..., 1, :] << 4
   made = np.concatenate([scales[..., None], bytes_], axis=-1)
@@ -86,6 +88,7 @@ def to_tensors(
       array, kind_of = np.asarray(node.astype("float32")), None
     else:
       array, kind_of = np.asarray(node).view(np.uint8), GGMLQuantizationType.BF16
+    # Whole rows move, scales and codes together, so that a block stays what it is.
     if kind in heads:
       array = permute(array, heads[kind])
     yield name, np.ascontiguousarray(array), kind_of
@@ -94,6 +97,7 @@ def to_tensors(
 def _check_base(base: "GGUFReader", file: pathlib.Path, source: folder.Source) -> None:
   """Rejects a GGUF file that is of another model."""
   tensors = {tensor.name: tensor for tensor in base.tensors}
+  # Settings are copied from that file, so that it must be of the same shape.
   theirs = loading.read_config(base, tensors).to_dict()
   ours = source.config.to_dict()
   # How it computes, and which ids end a text, are not of the weights.
@@ -115,8 +119,10 @@ def _write(
 
   writer = GGUFWriter(path, loading.ARCHITECTURES[0])
   for key, entry in base.fields.items():
+    # The writer sets the architecture itself.
     if key == "general.architecture" or key.startswith(OWN_KEYS):
       continue
+    # Of an array: its own type, and behind it that of its elements.
     kind, *inner = entry.types
     writer.add_key_value(
       key, entry.contents(), kind, sub_type=inner[-1] if inner else None

@@ -71,6 +71,8 @@ def _read_maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
   by_module: dict[str, Hadamard] = {}
   groups = (scheme.get("transform_config") or {}).get("config_groups") or {}
   for name, group in groups.items():
+    # What was applied to weights is in their codes already; only inputs are mapped when
+    # it runs.
     online = [a for a in group["apply"] if not a["location"].startswith("weight_")]
     plain = group["type"] == "hadamard" and not group.get("randomize")
     exact = not any(
@@ -122,6 +124,7 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   packed = [name for name in tensors if name.endswith(".weight_packed")]
   for module in (name.removesuffix(".weight_packed") for name in packed):
     tensor = _take_packed(str(folder), module, tensors)
+    # Taken out, so that what is left names no quantized linear.
     leaf = QuantizedLinear(tensor, maps.pop(module, None), rounding)
     _check_map(str(folder), module, leaf)
     leaves[params_path(f"{module}.weight")] = leaf
@@ -138,6 +141,7 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
     _drop_tied_head(folder, leaves)
   _check_leaves(folder, leaves, config)
   params: dict[str, Any] = {}
+  # In the order of a model's own params, whatever that of the files.
   for path in parameters.parameter_shapes(config):
     parameters.insert(params, path, leaves[path])
   return Imported(params, config, rounding.is_legal)
@@ -195,6 +199,7 @@ def _take_packed(
 def _check_leaves(
   folder: pathlib.Path, leaves: Mapping[parameters.Path, Any], config: ModelConfig
 ) -> None:
+  # The checks of the loaders look at names and shapes and never read.
   read = lambda: np.empty(0)
   stored = {
     path: parameters.StoredTensor(".".join(path), tuple(leaf.shape), read)

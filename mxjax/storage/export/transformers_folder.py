@@ -40,6 +40,7 @@ MODULE = "modeling_mxfp4"
 def _hadamard_tensors(hadamard: Hadamard, blocks: int) -> dict[str, jax.Array]:
   """Splits H of a group, over blocks and inside them: H_64 = H_2 (x) H_32."""
   inside = min(hadamard.size, mxfp4.BLOCK_SIZE)
+  # Above 32 the group spans blocks: first a mix of blocks, then the map inside each.
   across = hadamard.size // inside
 
   def repeated(size: int, copies: int) -> jax.Array:
@@ -73,6 +74,8 @@ def _map_tensors(
     case Hadamard():
       return _hadamard_tensors(input_map, blocks)
     case TwoLevel(inter=inter, intra=intra):
+      # `TwoLevel` multiplies by R_intra from the right; the module multiplies its
+      # matrix from the left.
       return {"input_mix": inter, "input_blocks": intra.T[None]}
   matrix = input_map.dense_blocks()
   if matrix is None:
@@ -101,6 +104,7 @@ def linear_tensors(leaf: QuantizedLinear, place: str) -> dict[str, jax.Array]:
   Raises:
     ValueError: The linear has a map or rules that the module does not know.
   """
+  # The module's `nearest` has the floor rule, or `even` of a refinement, and no other.
   if leaf.rules != mxfp4.PAPER_RULES:
     raise _unheld(place, leaf.rules)
   blocks = leaf.shape[1] // mxfp4.BLOCK_SIZE
@@ -128,6 +132,8 @@ def _corrections(
     of = lambda name, path=path: (*path[:-1], name)
     match node:
       case ValueRecovery():
+        # Rows are ordered by head, so that each coefficient is repeated `head_dim`
+        # times.
         rows = _at(params, of("v_proj"))["weight"].shape[0] // node.scale.shape[0]
         scale, shift = (jnp.repeat(a, rows) for a in (node.scale, node.offset))
         yield of("v_proj"), {"output_scale": scale, "output_shift": shift}
@@ -157,6 +163,7 @@ def to_tensors(
         buffers = linear_tensors(node, module)
         if (bias := _at(params, path[:-1]).get("bias")) is not None:
           buffers["bias"] = bias
+        # Taken out: a correction that stays belongs to no quantized linear.
         for key, value in corrected.pop(path[:-1], {}).items():
           buffers[key] = jnp.broadcast_to(value, (node.shape[0],))
         linears[module] = {k: [list(a.shape), str(a.dtype)] for k, a in buffers.items()}
