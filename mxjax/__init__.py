@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  # `as` the same name: type checkers take it for exported.
   from mxjax.calibration.calibration import Calibration as Calibration
   from mxjax.calibration.flax_calls import apply as apply
   from mxjax.calibration.flax_model import FlaxModel as FlaxModel
@@ -82,6 +83,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"mxjax.{_MODULES[name]}"), name)
   else:
     raise AttributeError(f"module 'mxjax' has no attribute {name!r}")
+  # Python asks `__getattr__` only for what a module does not have: the next use finds
+  # it there.
   globals()[name] = value
   return value
 

@@ -91,6 +91,8 @@ class Jitted(Generic[T]):
     return result if self._then is None else self._then(result)
 
   def __getattr__(self, name: str) -> Any:
+    # `copy`, `inspect` and others ask for such names; to answer, a device would be
+    # started.
     if name.startswith("__"):
       raise AttributeError(name)
     return getattr(self._outermost, name)
@@ -168,10 +170,12 @@ def on_long_compile(
     if event not in (LOWERED, COMPILED):
       return
     thread = threading.get_ident()
+    # A thread compiles one program at a time, so that its next event ends the wait.
     if before := timers.pop(thread, None):
       before.cancel()
     if event == LOWERED:
       timers[thread] = threading.Timer(seconds, callback, [_name_of(details)])
+      # It must not keep a process alive that has finished.
       timers[thread].daemon = True
       timers[thread].start()
 

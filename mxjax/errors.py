@@ -139,6 +139,7 @@ def within(place: Place) -> Iterator[None]:
     raise ValueError(f"{os.fspath(place)}: {error}") from error
   except Exception as error:
     is_of_one_text = len(error.args) == 1 and isinstance(error.args[0], str)
+    # By exact type: a subclass may take other arguments than a text.
     if type(error) in _REBUILT and is_of_one_text:
       raise type(error)(f"{os.fspath(place)}: {error}") from error
     error.add_note(f"This happened in {os.fspath(place)}.")

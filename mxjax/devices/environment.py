@@ -59,6 +59,7 @@ def environment(placement: Placement, model: Any) -> dict[str, Any]:
     # Of a flag that is repeated, XLA takes the last.
     "XLA_FLAGS": {name: value for name, _, value in (w.partition("=") for w in words)},
     **{name: os.environ.get(name) for name in VARIABLES},
+    # None also where this version of JAX lacks the option.
     **{name: getattr(jax.config, name, None) for name in OPTIONS},
     "machine": platform.machine(),
     "platform": device.platform,

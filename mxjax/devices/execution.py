@@ -28,6 +28,7 @@ from mxjax import compilation
 
 T = TypeVar("T")
 
+# Below 64, at which XLA:CPU hung; see `call_in_batches`.
 BLOCKS_AT_ONCE = 48
 """Blocks in one call of a function that mixes products and decompositions."""
 
@@ -66,6 +67,8 @@ def keep_freed_memory() -> bool:
   mallopt = _allocator("mallopt")
   if mallopt is None:
     return False
+  # The heap is never trimmed, no buffer is mapped apart from it, and all threads share
+  # one.
   settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_MAX, 0), (_ARENA_MAX, 1))
   return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
@@ -99,6 +102,7 @@ def _blas() -> threadpoolctl.ThreadpoolController:
 
   JAX takes LAPACK from SciPy, which it loads only once it needs it.
   """
+  # Loaded first, or the controller would not find its BLAS.
   importlib.import_module("scipy.linalg.cython_lapack")
   return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
@@ -150,6 +154,7 @@ def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   if jax.default_backend() != "cpu":
     return function(*arrays)
   blocks = arrays[0].shape[0]
+  # Parts as equal as can be: then at most two sizes, and so two programs, are compiled.
   size = -(-blocks // -(-blocks // BLOCKS_AT_ONCE))
   with one_lapack_thread():
     parts = [

@@ -79,6 +79,8 @@ def keep_compiled(folder: str | os.PathLike[str] | None = None) -> pathlib.Path:
   """
   path = default_folder() if folder is None else pathlib.Path(folder)
   path = pathlib.Path(os.path.abspath(path))
+  # Refused here, where the caller can see it: JAX opens the folder again later, and
+  # there a fault is only logged.
   os.close(_open_folder(path))
   _use(ANYWHERE, path)
   return path
@@ -111,6 +113,8 @@ def _use(scheme: str, folder: pathlib.Path) -> None:
   compilation_cache.reset_cache()
   settings = {
     "jax_compilation_cache_dir": scheme + os.fspath(folder),
+    # JAX's default leaves out what compiles in less than a second; a build is made of
+    # many such programs.
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_persistent_cache_enable_xla_caches": "none",
@@ -136,6 +140,7 @@ def _open_folder(path: pathlib.Path) -> int:
     with contextlib.suppress(FileExistsError):
       path.mkdir(mode=0o700)
     opened = os.open(path, flags)
+  # Of what was opened: behind its path there could be another folder by then.
   found = os.fstat(opened)
   if _own(found):
     return opened
@@ -175,6 +180,7 @@ class _Folder:
     except OSError as error:
       LOG.warning("compiled programs are not kept: %s", error)
       return
+    # JAX drops the folder without telling it.
     weakref.finalize(self, os.close, self._opened)
     _remove_old(self._path)
 
@@ -213,7 +219,9 @@ class _Entry:
       return False
     except OSError as error:
       return self._refuse(str(error))
+    # Kept as bytes: what was verified is what is run, whatever becomes of the file.
     value = data[len(MAGIC) + hashlib.sha256().digest_size :]
+    # `or None`, because a slice that ends at -0 is empty.
     if data[: -len(value) or None] != self._head(value):
       return self._refuse("its digest is not that of its bytes")
     self._value = value
@@ -234,6 +242,7 @@ class _Entry:
     if self._opened is None:
       return
     partial = f"{secrets.token_hex(8)}{UNFINISHED}"
+    # Never into a file that is there already, which could be someone's link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
       try:
@@ -278,6 +287,7 @@ def _remove_old(folder: pathlib.Path) -> None:
       else:
         files.append((found.st_mtime, found.st_size, path))
   total = sum(size for _, size, _ in files)
+  # By the time of the last use, which `exists` notes.
   for _, size, path in sorted(files):
     if total <= MOST_BYTES:
       return

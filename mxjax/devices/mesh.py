@@ -87,6 +87,8 @@ def normalize(mesh: Mesh | None) -> Mesh | None:
   devices = mesh.devices
   for axis in AXES:
     if axis not in names:
+      # An axis of one device changes nothing and spares all others the question whether
+      # it is there.
       devices, names = devices[..., None], [*names, axis]
   devices = np.transpose(devices, [names.index(axis) for axis in AXES])
   return Mesh(devices, AXES)
@@ -97,6 +99,7 @@ def alias(array: jax.Array) -> jax.Array:
 
   JAX caches host copies on the array object; they are freed with this alias.
   """
+  # The same buffers: nothing is copied on the device.
   shards = [shard.data for shard in array.addressable_shards]
   return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 

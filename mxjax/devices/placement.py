@@ -107,6 +107,7 @@ class Placement:
       return jnp.array(array)
     sharding = NamedSharding(self.mesh, spec)
     is_spread = isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
+    # Either JAX moves parts between devices, or this process has all of them.
     if is_spread or sharding.is_fully_addressable:
       return jax.device_put(array, sharding)
     # For a host array `device_put` would first compare the values of all processes.
@@ -145,7 +146,10 @@ class Placement:
       if not isinstance(array, jax.Array):
         return array
       if array.is_fully_addressable:
+        # Through an alias, with which a copy on the host is freed.
         return jax.device_put(alias(array), self.primary_device)
+      # Parts lie in other processes: XLA gathers them, in a call that all processes
+      # make.
       return _replicated(array, mesh).addressable_data(0)
 
     return jax.tree.map(one, tree)
@@ -170,6 +174,7 @@ class Placement:
     """
     if self.mesh is None:
       return run(params, *arrays)
+    # On one device of `model` every weight is whole, and stays the array that it is.
     has_rows = self.mesh.shape[MODEL] > 1
     wrap = lambda w: RowSharded(w, MODEL, sharing.gather) if has_rows else w
     whole = lambda _: P()
@@ -196,6 +201,7 @@ class Placement:
     """
     if self.mesh is None:
       return run(weight, *others)
+    # Whole on every device: the program below cuts out each one's rows.
     weight, others = self.replicate((weight, others))
     return self.to_primary(_by_row(run, self.mesh, weight, *others))
 

@@ -44,6 +44,8 @@ def supervise(command: Sequence[str]) -> int:
   # Give the child the same import path, wherever it was started.
   path = os.pathsep.join(place or os.getcwd() for place in sys.path)
   environment = {**os.environ, _PIPE: str(reading), "PYTHONPATH": path}
+  # The child holds the reading end alone; the writing one closes with this process,
+  # whatever ends it.
   child = subprocess.Popen(command, env=environment, pass_fds=(reading,))
   os.close(reading)
 
@@ -58,9 +60,11 @@ def supervise(command: Sequence[str]) -> int:
     for number, handler in before.items():
       signal.signal(number, handler)
     os.close(writing)
+  # JAX aborts in C++ when process 0 is lost; see the module.
   if code == -signal.SIGABRT:
     print(f"mxjax: {LOST_MESSAGE}", file=sys.stderr, flush=True)
     return LOST
+  # As shells count a child that a signal ended.
   return code if code >= 0 else 128 - code
 
 
@@ -88,6 +92,7 @@ def connect(
   Raises:
     ValueError: A value is missing here and in the environment, or joining fails.
   """
+  # Before joining, which may wait long for the other processes.
   if is_supervised():
     threading.Thread(target=_end_with_parent, daemon=True).start()
   try:
@@ -154,6 +159,7 @@ def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
     digest.update(data)
   mine = np.frombuffer(digest.digest(), np.uint8).astype(np.int32)
   all_digests = _gathered(mine)
+  # All processes see the same digests, so that all of them raise together.
   differing = [i for i, one in enumerate(all_digests) if (one != all_digests[0]).any()]
   if differing:
     raise ValueRefusal(
@@ -167,6 +173,7 @@ def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
 
 def lost_message(error: BaseException) -> str | None:
   """Returns the message for an error caused by another process's end, else None."""
+  # A refusal of ours may quote one of these words, as in the name of a file.
   if isinstance(error, Refusal):
     return None
   # Gloo, NCCL and XLA's coordination service raise RuntimeErrors without a number.

@@ -33,8 +33,13 @@ def _add_in_order(shares: Sequence[jax.Array], tree: Any) -> list[jax.Array]:
   totals = []
   for total, part in zip(shares, jax.tree.leaves(tree), strict=True):
     count = jax.lax.axis_size(AXES)
+    # Every device gets an equal share of the elements; `Totals` pads the totals in the
+    # same way.
     flat = jnp.pad(part.reshape(-1), (0, total.size * count - part.size))
+    # `arrived[i]` is this device's share of what device i contributes.
     arrived = jax.lax.all_to_all(flat.reshape(count, -1), AXES, 0, 0)
+    # A loop and not `sum`, whose order XLA may choose: the bits would depend on the
+    # mesh.
     for row in range(count):
       total = total + arrived[row]
     totals.append(total)
@@ -65,13 +70,17 @@ def _add_chunk(
       return step(totals, sequence, index, static, params, *args)
 
     count = jax.tree.leaves((consumed, sequences))[0].shape[0]
+    # By name, because inside a float64 scope they would be int64.
     indices = first + jnp.arange(count, dtype=jnp.int32)
     return jax.lax.scan(body, totals, ((consumed, sequences), indices))
 
   def run(
     params: Any, shares: Any, consumed: Any, sequences: Any, first: Any, args: Any
   ) -> tuple[list[jax.Array], Any]:
+    # Row by row over (data, model), the order in which `P(AXES)` lays out the
+    # sequences.
     index = first + jax.lax.axis_index(AXES)
+    # A device has one sequence of the chunk.
     sequence = jax.tree.map(lambda a: a[0], (consumed, sequences))
     structure, leaves = layout
     zeros = jax.tree.unflatten(structure, [jnp.zeros(a.shape, a.dtype) for a in leaves])
@@ -133,7 +142,10 @@ class Totals:
     step, already replicated on a mesh; `static` arguments are hashable; `params` come
     from `Placement.shard_rows`. Returns the outputs of the steps, `[sequences, ...]`.
     """
+    # Of 32 bits by name: inside a float64 scope a Python int would be an int64, and
+    # this another program.
     first = np.int32(self._first)
+    # Only at first: later totals are results, which are committed already.
     if not first and self._placement.mesh is None:
       self._totals = _beside(self._totals, (params, consumed, sequences, args))
     self._totals, outputs = _add_chunk(

@@ -69,6 +69,7 @@ def refusing(
   """
   try:
     yield
+  # Neither a request to stop nor a fault in our own models says anything of the file.
   except (KeyboardInterrupt, SystemExit, GeneratorExit, pydantic.PydanticUserError):
     raise
   except Refusal as error:
@@ -149,8 +150,11 @@ def read_text(path: pathlib.Path) -> bytes:
     return read_bytes(path, limit=TEXT_BYTES, mend="take a part of it")
   least, ratio = UNPACKED
   with refusing(path, "a whole gzip file"):
+    # So a small file cannot unpack to a huge one.
     limit = min(TEXT_BYTES, least + ratio * path.stat().st_size)
     with gzip.open(path) as file:
+      # One byte more tells a text of just the limit from a longer one, and no more is
+      # unpacked.
       data = file.read(limit + 1)
     if len(data) > limit:
       raise ValueRefusal(

@@ -22,6 +22,7 @@ def split(text: str) -> list[str]:
 def mend(name: str, known: Iterable[str]) -> str:
   """Returns what to write for a name that is close to a known one, otherwise ""."""
   known = list(known)
+  # Whoever typed the beginning of a name meant it; similar spellings come second.
   longer = [candidate for candidate in known if candidate.startswith(name)]
   close = longer or difflib.get_close_matches(name, known, n=1)
   return f"write {close[0]} if that was meant" if close else ""
@@ -51,4 +52,6 @@ def printable(text: str, kept: str = "\n\t") -> str:
   Names and notes come from models and files. `kept` are the control characters that
   stay.
   """
+  # An escape sequence in a name could otherwise move the cursor or rewrite what was
+  # printed.
   return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
