@@ -90,6 +90,7 @@ def replace_weights(
 ) -> dict[str, Any]:
   """Returns a layer's params with the weights at these (sublayer, name) replaced."""
   new = dict(layer)
+  # Every dict on the way is copied, because the caller's layer stays what it is.
   for (sublayer, name), weight in weights.items():
     linear = {**layer[sublayer][name], "weight": weight}
     new[sublayer] = {**new[sublayer], name: linear}
@@ -133,6 +134,7 @@ class Calibration:
         got=tokens.shape[1],
         mend="use longer sequences",
       )
+    # Past the frozen class, once: everyone reads the checked int32 ids.
     object.__setattr__(self, "tokens", tokens)
     return None
 
@@ -174,4 +176,5 @@ class Calibration:
 def token_fingerprint(tokens: np.ndarray) -> str:
   """Returns the fingerprint of these ids; see `Calibration.fingerprint`."""
   array = token_ids(tokens, "token_fingerprint")
+  # The shape, too: the same ids cut into other sequences are another calibration.
   return hashlib.sha256(f"int32{array.shape}".encode() + array.tobytes()).hexdigest()

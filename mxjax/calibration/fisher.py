@@ -43,6 +43,7 @@ def _token_weights(squares: jax.Array) -> jax.Array:
 
 @compilation.jit()
 def _square_norms(gradients: jax.Array) -> jax.Array:
+  # Widened first: bfloat16 would lose small terms of a long sum.
   return jnp.square(gradients.astype(jnp.float32)).sum(-1)
 
 
@@ -56,6 +57,7 @@ def weighted(inputs: LinearInputs) -> LinearInputs:
     inputs.placement.to_primary(_square_norms(part)) for part in inputs.gradients
   ]
   squares = jnp.concatenate(parts)
+  # So written, NaN is refused, too.
   if not float(squares.sum()) > 0:
     raise ValueRefusal(
       "fisher",
@@ -65,6 +67,8 @@ def weighted(inputs: LinearInputs) -> LinearInputs:
       "weighting=uniform",
     )
   weights = _token_weights(squares)
+  # Only the first half of a sequence is differentiated; the tokens behind it count by
+  # 1.
   others = inputs.length - weights.shape[1]
   return inputs.weighted(jnp.pad(weights, ((0, 0), (0, others)), constant_values=1))
 
@@ -117,6 +121,7 @@ def _used(weight: jax.Array, moment: jax.Array) -> jax.Array:
   )
   pulled = product("bim,mn->bin", weight, moment)
   used = product("bin,bjn->bij", pulled, weight) / weight.shape[-1]
+  # float32 products leave W'BW slightly asymmetric, and a moment is symmetric.
   return (used + used.mT).astype(jnp.float64) / 2
 
 

@@ -71,15 +71,19 @@ def is_array(value: Any) -> bool:
 
 def dense_of(module: Any, args: tuple[Any, ...], kwargs: Any) -> Dense | None:
   """Describes a call of a dense layer; None for any other module."""
+  # By exact type: a subclass may compute something else.
   is_linen = type(module) in _LINEN
+  # An nnx module is seen as its `_watched` subclass; its own class comes next.
   if not is_linen and type(module).__mro__[1] not in _NNX:
     return None
   x = args[0] if args else kwargs["inputs"]
   axes = sorted(axis % x.ndim for axis in _tuple(getattr(module, "axis", -1)))
   batch = getattr(module, "batch_dims", ()) or getattr(module, "batch_axis", ())
+  # Otherwise the input is no rows `[..., in_features]` of one matrix.
   if batch or axes != list(range(x.ndim - len(axes), x.ndim)):
     return None
   if is_linen:
+    # Not `param`, which rejects what is no array, such as a quantized kernel.
     kernel = module.get_variable("params", "kernel")
     bias = module.get_variable("params", "bias") if module.use_bias else None
     features = _tuple(module.features)
@@ -87,6 +91,7 @@ def dense_of(module: Any, args: tuple[Any, ...], kwargs: Any) -> Dense | None:
     value = lambda held: None if held is None else held.get_value()
     kernel, bias = value(module.kernel), value(module.bias)
     features = _tuple(module.out_features)
+  # As the layer itself would choose.
   dtype = module.dtype or jnp.promote_types(x.dtype, module.param_dtype)
   return Dense(kernel, bias, x, len(axes), features, dtype)
 
@@ -130,6 +135,7 @@ def call(
   if isinstance(module, nn.Module):
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+      # `setup` and methods called inside a module are its own affair.
       if context.method_name != "__call__":
         return run(*args, **kwargs)
       path = "/".join(context.module.path)
@@ -138,10 +144,12 @@ def call(
     variables = {"params": params, **(others or {})}
     with nn.intercept_methods(intercept):
       return module.apply(variables, *args, method=method, **kwargs)
+  # A copy with these params: an nnx module holds its own, and the caller's must stay.
   graph, state, rest = nnx.split(module, nnx.Param, ...)
   nnx.replace_by_pure_dict(state, dict(params))
   merged = nnx.merge(graph, state, rest)
   paths = {}
+  # Listed first, because the loop changes the modules.
   for keys, child in list(nnx.iter_modules(merged)):
     path = "/".join(map(str, keys))
     if type(child) in _NNX or path in also:

@@ -79,11 +79,14 @@ def _trace(
     dense = flax_calls.dense_of(module, args, kwargs)
     if dense is not None:
       kept.append(dense.x)
+      # A layer that is called several times reads several tensors; taps are equal if
+      # all are.
       before = found[path].tensors if path in found else ()
       tensors = (*before, id(dense.x))
       found[path] = Found(path, tensors, dense.kernel.shape, dense.inputs)
     return run(*args, **kwargs)
 
+  # Traced and not computed: the visit sees shapes and the identity of tensors.
   jax.eval_shape(lambda *args: run(visit, *args), *args)
   return list(found.values()), layers
 
@@ -112,6 +115,8 @@ def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> N
     wrong = None
     if paths.count(after.path) > 1:
       wrong = "one call", "several"
+    # By identity: in a trace, a tensor that passes through any operation is another
+    # object.
     elif not after.args or after.args[0] is not before.output:
       wrong = f"the output of {before.path} as its first argument", "another value"
     elif _structure(after) != _structure(first) or not all(
@@ -119,6 +124,7 @@ def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> N
     ):
       wrong = f"the other arguments of {first.path}", "others"
     elif _has_state(after.module):
+      # One template runs all layers, with the state of the first.
       wrong = "params alone", "other state, which differs from layer to layer"
     elif not _alike(first.module, after.module):
       wrong = f"a module that equals {first.path} but for params", "another"
@@ -213,6 +219,7 @@ def split_arrays(tree: Any) -> tuple[list[Any], Any]:
   """Splits arguments into their arrays and what `merge_arrays` needs besides them."""
   leaves, structure = jax.tree.flatten(tree)
   arrays = [leaf for leaf in leaves if flax_calls.is_array(leaf)]
+  # In a tuple of its own, because an argument may be None itself.
   holes = [None if flax_calls.is_array(leaf) else (leaf,) for leaf in leaves]
   return arrays, (structure, holes)
 
@@ -239,6 +246,8 @@ def _inside(
     method = rules[rule] if rule is not None else None
     if method and one.path.startswith(prefix):
       name = one.path.removeprefix(prefix)
+      # Named after the first linear that reads these tensors; the others share its
+      # reductions.
       tap = taps.setdefault(one.tensors, name)
       linears[name] = Linear(one.kernel, one.axes, method, tap)
   return linears

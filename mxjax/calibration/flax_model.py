@@ -164,7 +164,10 @@ class BoundModule:
             mend="unroll layers whose params nn.scan or nn.vmap stacks",
           )
         rows = kernel.shape[: self.plan.linears[path].axes]
+        # From `[*inputs, *features]` to `[out, in]`, in the order in which `Dense.rows`
+        # flattens inputs.
         linears[name] = {"weight": kernel.reshape(math.prod(rows), -1).T}
+      # What is left of the layer: biases, norms, and linears that no rule takes.
       own = [key for key in left if key.startswith(start)]
       rest = {key.removeprefix(start): left.pop(key) for key in own}
       result[self.layer_name(index)] = {LINEARS: linears, REST: rest}
@@ -197,17 +200,21 @@ class BoundModule:
     start, path = self._start(0), self.plan.layers[0]
     depth = len(path.split("/")) if path else 0
     flat = self._flat_layer(layer).items()
+    # By the keys of the first layer: all layers have the same below their own path.
     return unflatten_dict({self._keys[start + key][depth:]: leaf for key, leaf in flat})
 
   def embed(self, params: Params, tokens: Any) -> Any:
     """Returns what enters the first layer for inputs `[examples, ...]`."""
     if self.plan.template is None:
+      # The inputs and the mark, one for each example.
       return tokens, jnp.zeros(jax.tree.leaves(tokens)[0].shape[0])
     flat = {self._keys[key]: leaf for key, leaf in params.get(REST, {}).items()}
     tree = unflatten_dict(flat)
 
     def visit(path: str, module: Any, run: Any, args: Any, kwargs: Any) -> Any:
       if path == self.plan.layers[0]:
+        # Raised, because the module would go on to run its layers with whatever is
+        # returned.
         raise _ReachedError(args, kwargs)
       return flax_calls.quantized(path, module, run, args, kwargs)
 
@@ -242,6 +249,7 @@ class BoundModule:
       args, kwargs = flax_discovery.merge_arrays(entering, rest)
       run = lambda module, *args, **kwargs: module(*args, **kwargs)
       output, inputs = flax_calls.call_with_inputs(template, tree, run, args, kwargs)
+      # The output is the next layer's first argument; the others, such as a mask, stay.
       hidden = [array[None] for array in (output, *entering[1:])]
     taps = set(self.projection_taps.values())
     rows = {path.replace("/", "."): array[None] for path, array in inputs.items()}

@@ -81,6 +81,7 @@ def _backward(
   objective: Objective, part: str, learned: int, cotangent: jax.Array, *args: Any
 ) -> tuple[Any, ...]:
   """Differentiates a part with respect to its first `learned` arguments."""
+  # The params of the layer are constants: no gradient is made for them.
   run = lambda *first: getattr(objective, part)(*first, *args[learned:])
   return jax.vjp(run, *args[:learned])[1](cotangent)
 
@@ -104,12 +105,14 @@ def _of_sequence(
   example: Example,
 ) -> Gradients:
   hidden = _forward(objective, "embed", shared, outer, example.ids)
+  # Forward, keeping what enters each layer: nothing inside a layer is kept.
   entering = []
   for layer, learned in zip(layers, own, strict=True):
     entering.append(hidden)
     hidden = _forward(objective, "layer", shared, learned, hidden, layer)
   (total, cotangent), shown = _loss_gradient(objective, shared, hidden, outer, example)
   gradients: list[Any] = []
+  # Backward: each layer runs again and is differentiated. `pop` frees what entered it.
   for layer, learned in zip(reversed(layers), reversed(own), strict=True):
     args = shared, learned, entering.pop(), layer
     more, gradient, cotangent = _backward(objective, "layer", 3, cotangent, *args)
@@ -149,6 +152,8 @@ def chunked_mean(
   `loss` maps chunks of the arrays, `[length, ...]` each, to losses `[chunk]`; it is
   recomputed in the backward pass. `weights` are float32 `[length]`, not all zero.
   """
+  # Without it the backward pass would keep what every chunk computes, such as its
+  # logits.
   of_chunk = jax.checkpoint(lambda parts: loss(*parts))
   losses = by_chunk(of_chunk, length, *arrays)
   return (losses * weights).sum() / weights.sum()
@@ -160,6 +165,7 @@ def by_chunk(run: Any, length: int, *arrays: jax.Array, most: int = HEAD_CHUNK) 
   A chunk has `most` positions or fewer.
   """
   chunk = min(most, length)
+  # Zeros fill the last chunk, and what they give is cut off.
   padding = -length % chunk
   pad = lambda a: jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1))
   split = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])

@@ -37,6 +37,8 @@ def _add_sequence(
   *args: Any,
 ) -> tuple[Any, None]:
   step, rules, dtype = static
+  # One sequence at a time: all of a chunk in float32 would take twice the memory of
+  # bfloat16.
   blocks = sequence[1] if dtype is None else sequence[1].astype(dtype)
   return step(carry, blocks, index, rules, *args), None
 
@@ -55,6 +57,7 @@ def _hessian_step(
   """
   del rules
   blocks = _weighted(blocks, index, weights)
+  # `[blocks, 32, T]` to `[d, T]`: features stay in their order.
   flat = blocks.reshape(-1, blocks.shape[-1])
   if flat.dtype == jnp.bfloat16:
     sums = {"preferred_element_type": jnp.float32}
@@ -106,12 +109,15 @@ def _fold_moment_step(
 ) -> jax.Array:
   del rules
   blocks = _weighted(blocks, index, weights)
+  # Reading A6 of the paper's "calibration-sequence parity": folds are the even and the
+  # odd sequences.
   return carry.at[index % 2].add(reference_chart.block_moment(blocks))
 
 
 @compilation.jit()
 def _means(totals: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Divides sums of two folds by their tokens: the mean by fold, and of all."""
+  # A single sequence leaves the odd fold empty: zeros then, and not NaN.
   folds = totals / jnp.maximum(tokens, 1.0)[:, None, None, None]
   return folds, (folds[0] * tokens[0] + folds[1] * tokens[1]) / tokens.sum()
 
@@ -176,6 +182,7 @@ class LinearInputs:
     gradients: Sequence[jax.Array] = (),
   ) -> "LinearInputs":
     """Returns a view for one linear on this tensor, which shares its reductions."""
+    # Shallow, so that the cache is the same dict.
     view = copy.copy(self)
     view.name, view.learned, view.group = name, learned, group
     view.gradients = gradients
@@ -190,6 +197,7 @@ class LinearInputs:
   def weighted(self, token_weights: jax.Array) -> "LinearInputs":
     """Returns a view whose moments weight tokens, with a cache of its own."""
     view = copy.copy(self)
+    # Moments under other weights are others.
     view.token_weights, view._cache = token_weights, {}
     return view
 
@@ -210,12 +218,15 @@ class LinearInputs:
 
   def sample(self, tokens: int) -> jax.Array:
     """Samples tokens evenly over the calibration set, `[blocks, 32, <= tokens]`."""
+    # Rounded up, or there would be more than `tokens` of them.
     stride = max(1, -(-self.tokens // tokens))
     places = np.arange(0, self.tokens, stride, dtype=np.int32)
     rows, positions = np.divmod(places, np.int32(self.length))
     parts, first = [], 0
     for chunk in self._chunks:
       inside = (rows >= first) & (rows < first + chunk.shape[0])
+      # Two index arrays with slices between them: as in numpy, their axis comes first,
+      # `[n, blocks, 32]`.
       columns = chunk[rows[inside] - first, :, :, positions[inside]]
       parts.append(jnp.moveaxis(self.placement.to_primary(columns), 0, -1))
       first += chunk.shape[0]
@@ -225,6 +236,7 @@ class LinearInputs:
     """Returns one calibration sequence, float32 `[blocks, 32, tokens]`."""
     for chunk in self._chunks:
       if index < chunk.shape[0]:
+        # The index is traced, so that one program serves all sequences.
         return self.placement.to_primary(_float32_row(chunk, np.int32(index)))
       index -= chunk.shape[0]
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
@@ -252,6 +264,7 @@ class LinearInputs:
     dtype: Any,
   ) -> Any:
     """Runs `step` over sequences converted to `dtype`, or as they are if None."""
+    # Their computation ends before the reduction begins.
     init, args = execution.block_on_cpu((init, args))
     totals, args = Totals(init, self.placement), self.placement.replicate(args)
     for chunk in chunks:
@@ -264,6 +277,7 @@ class LinearInputs:
 
   def cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
     """Returns a named reduction, computed once for all linears on this tensor."""
+    # Not `in`: the cache of a store reads its file when it is asked for a value.
     with contextlib.suppress(KeyError):
       return self._cache[name]
     self._cache[name] = result = compute()
@@ -285,6 +299,8 @@ class LinearInputs:
       return _mirrored_mean(total, places, np.float32(self.tokens))
 
     is_narrow = (
+      # Weighted inputs are no bfloat16 numbers, so that their products would not be
+      # exact.
       self.token_weights is None
       and implementations.target_platform() == "gpu"
       and self._chunks[0].dtype == jnp.bfloat16

@@ -48,6 +48,7 @@ def draw_labels(keys: jax.Array, likely: jax.Array) -> jax.Array:
   One uniform number of each row's key is looked up in the sums of groups of words, and
   then in those of one group: random numbers for all words take as long as the logits.
   """
+  # Sums of groups: `ends` are their cumulative ends, the last one the sum of all.
   rows, words = likely.shape
   grouped = jnp.pad(likely, ((0, 0), (0, -words % GROUP))).reshape(rows, -1, GROUP)
   ends = jnp.cumsum(grouped.sum(-1), -1)
@@ -55,10 +56,12 @@ def draw_labels(keys: jax.Array, likely: jax.Array) -> jax.Array:
   sought = (uniform * ends[:, -1])[:, None]
   # Rounding may leave nothing above what is sought.
   first = lambda sums, above: jnp.minimum((sums <= above).sum(-1), sums.shape[-1] - 1)
+  # Then the word inside the group, sought behind the sum of the groups before it.
   group = first(ends, sought)
   one = jnp.take_along_axis(grouped, group[:, None, None], 1)[:, 0]
   before = jnp.take_along_axis(ends, group[:, None], 1) - one.sum(-1, keepdims=True)
   word = first(jnp.cumsum(one, -1), sought - before)
+  # The last group is filled up by zeros, which are no words.
   return jnp.minimum(group * GROUP + word, words - 1).astype(jnp.int32)
 
 
@@ -73,6 +76,7 @@ def _of_final_hidden(
   """Differentiates the loss of sampled labels by hidden states `[S, T, d]`."""
 
   def one(outer: Params, states: jax.Array, index: jax.Array) -> jax.Array:
+    # By sequence and position, so that neither chunk size nor mesh changes a label.
     key = jax.random.fold_in(jax.random.key(LABEL_SEED), index)
     length = states.shape[0]
     positions = jnp.arange(length, dtype=jnp.int32)
@@ -194,10 +198,12 @@ class OutputGradients:
     hidden = streams.embed(model, params, tokens, chunk, placement)
     for index in range(count):
       announce(index, 2 * count)
+      # Copies, because `advance` donates the buffers.
       self._put(f"entering-{index}", [jnp.array(part, copy=True) for part in hidden])
       hidden = streams.advance(
         model, params[model.layer_name(index)], hidden, placement
       )
+    # The head: labels are drawn and the gradient at the last hidden states is taken.
     outer = placement.shard_rows(streams.outer_params(model, params))
     gradient = []
     for part in hidden:
@@ -205,9 +211,11 @@ class OutputGradients:
       places = jnp.arange(first, first + part.shape[0], dtype=jnp.int32)
       arrays = outer, part, placement.put_sequences(places)
       gradient.append(wait(_of_final_hidden(model, *arrays, placement)))
+    # Back from the last layer; what entered a layer is freed once it is passed.
     for index in reversed(range(count)):
       announce(2 * count - 1 - index, 2 * count)
       self._put(f"leaving-{index}", [part.astype(STORED) for part in gradient])
+      # Nobody asks for the gradient at the embedding.
       if index:
         layer = placement.shard_rows(params[model.layer_name(index)])
         gradient = [

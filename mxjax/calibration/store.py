@@ -50,9 +50,11 @@ def params_digest(params: Params) -> str:
   threads = min(MOST_DIGESTS_AT_ONCE, os.cpu_count() or 1)
   with concurrent.futures.ThreadPoolExecutor(threads) as pool:
     for name in sorted(params):
+      # Sorted by path: the order of a dict says nothing of a model.
       leaves = sorted(leaves_by_path(params[name]).items())
       digests = pool.map(array_sha256, [leaf for _, leaf in leaves])
       for (path, leaf), own in zip(leaves, digests, strict=True):
+        # Equal bytes can be of other shapes or dtypes.
         digest.update(f"{name}/{path} {leaf.dtype} {leaf.shape} {own};".encode())
   return digest.hexdigest()
 
@@ -66,10 +68,12 @@ def computation_digest(model: CausalLanguageModel, params: Params, inputs: Any) 
   digest = hashlib.sha256()
 
   def trace(function: Callable[..., Any], *arguments: Any) -> Any:
+    # Shapes alone, so that the text does not depend on values.
     shapes = jax.eval_shape(lambda *given: given, *arguments)
     traced, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     # Functions in the text of a program have their addresses, which differ each time.
     digest.update(re.sub("0x[0-9a-f]+", "", str(traced.jaxpr)).encode())
+    # Arrays that the model closes over, such as a mask, are not in the text.
     for constant in traced.consts:
       digest.update(np.ascontiguousarray(constant).tobytes())
     return result
@@ -164,6 +168,7 @@ class CalibrationStore:
     self._root = pathlib.Path(root)
     self._about: dict[str, Any] = {"content": content, "in": here}
     key = hashlib.sha256(sealed.canonical(self._about).encode()).hexdigest()
+    # 64 bits tell the folders of one store apart; what is in them is in `ABOUT`.
     self.path = self._root / key[:16]
 
   def open(self) -> None:

@@ -99,6 +99,7 @@ def capture(
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
       output, taps = model.layer_with_taps(layer, _one(sequence))
+      # Feature-major at once: all reductions of linears read blocks in this order.
       kept = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
       kept |= {t: taps[t][0] for t in plain}
       return _only(output), kept
@@ -141,6 +142,8 @@ def linear_gradients(
         }
         return model.layer(replace_weights(layer, leaves), states[None])
 
+      # At steps of zero nothing moves, and the gradient at a step is that at the output
+      # of its linear.
       zeros = {
         name: jnp.zeros((states.shape[0], out_features), states.dtype)
         for _, name, out_features in targets
@@ -148,6 +151,7 @@ def linear_gradients(
       [found] = jax.vjp(perturbed, zeros)[1](gradient[None].astype(states.dtype))
       return {name: each.astype(gradient.dtype) for name, each in found.items()}
 
+    # Attention is causal: the tokens behind the first n change nothing at these.
     return jax.lax.map(one, (hidden[:, : cotangent.shape[1]], cotangent))
 
   return placement.call(run, layer, hidden, cotangent)
@@ -244,6 +248,8 @@ def final_hiddens(
   branches = [(tree,) for tree in trees] if trees else [()] * len(hidden)
   for index in range(model.num_layers):
     layer = placement.shard_rows(params[model.layer_name(index)])
+    # Within the program of a layer, a candidate's rule would be compiled anew for every
+    # linear.
     run = _layer_by_operations if _runs_alone(layer) and not placement.mesh else _layer
     hidden = [
       run(model, layer, states, placement, *tree)
