@@ -18,6 +18,7 @@ BUILD, ATTENTION = "hessian_products", "attention"
 def _rounded_to(node: Any, dtype: str) -> str:
   """Returns the dtype in which a recovery correction leaves values of a dtype."""
   if isinstance(node, mlp_recovery.MlpRecovery):
+    # Traced and not computed: only the dtype of the result is asked for.
     rows = jax.ShapeDtypeStruct((1, 1), dtype)
     return str(jax.eval_shape(mlp_recovery.apply, rows, rows, node).dtype)
   values = jax.ShapeDtypeStruct((*node.scale.shape, 1), dtype)

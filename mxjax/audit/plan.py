@@ -95,6 +95,7 @@ def plan(
   Raises:
     ValueError: A target's input width is not a multiple of the block size.
   """
+  # Of the first layer: all layers have the same shapes.
   linears = [
     (shape[0], shape[1])
     for path, shape in parameter_shapes(config).items()
@@ -230,6 +231,7 @@ def _sizes(
   # Float32 scale and offset of each head; alpha, beta, eta and sigma_g of each layer.
   recovery = layers * 4 * (2 * config.num_kv_heads + 4)
   auxiliary = blocks * BLOCK_BYTES + recovery
+  # Two 4-bit codes a byte, and a byte of scale for each block.
   codes, scales, rest = weights // 2, weights // block_size, parameters - weights
   return {
     "parameters": parameters,
@@ -247,6 +249,7 @@ def _sizes(
 
 def _loaded(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int]:
   """Computes bytes of a loaded HiRes model under each `inference_packing` option."""
+  # bfloat16 halves what the plan counts as float32.
   tables = sizes["packed_total"] - sizes["blocks"] * (GRAM_BYTES + CROSS_BYTES) // 2
   d, copies = config.hidden_size, 1 if config.tie_embeddings else 2
   return {
@@ -280,6 +283,7 @@ def _memory(
   widths = (d, config.num_heads * config.head_dim, d, hidden)
   values = config.num_kv_heads * config.head_dim
   rest, packed = sizes["rest"], sizes["packed_total"] - sizes["rest"]
+  # Two bytes a weight, because they are bfloat16.
   layer = 2 * sizes["target_weights"] // config.num_layers
   if on_disk:
     weights = rest + layer + packed // config.num_layers
@@ -288,6 +292,7 @@ def _memory(
   if devices > 1:
     # The rows that lie on the mesh, and a layer gathered from all of them.
     weights += (rest + layer) // model + (layer if model > 1 else 0)
+  # The workspace belongs to one step at a time, so that its largest array decides.
   largest = max(
     max(width**2 for width in widths),
     max(rows * width for rows, width in linears),

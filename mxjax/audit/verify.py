@@ -68,6 +68,8 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
   Raises:
     FileNotFoundError: There is no checkpoint.
   """
+  # A checkpoint itself is audited alone; the output folder of a command with all that
+  # is in it.
   outer = folder = pathlib.Path(path)
   if not (folder / checkpoint.MANIFEST).is_file() and (folder / "checkpoint").is_dir():
     folder = folder / "checkpoint"
@@ -85,6 +87,7 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
   unlisted = [name for name in file_names(folder) if name not in known]
   audit.faults += damage
   audit.faults += [f"file {one} is not in {checkpoint.MANIFEST}." for one in unlisted]
+  # Damaged files are named and not read, because what they hold means nothing.
   if not damage and contract is not None:
     try:
       params, config = checkpoint.restore_checkpoint(folder, contract=contract)
@@ -145,6 +148,7 @@ def _check_params(
   seed: int,
 ) -> None:
   """Checks coverage, every linear, every other tensor, and recovery."""
+  # Every node is taken from here when it is checked; what remains is in no config.
   nodes = dict(walk(params))
   if "lm_head" in params:
     # Rotated models have their own head, whatever their config ties.
@@ -162,6 +166,8 @@ def _check_params(
     elif isinstance(node, QuantizedLinear):
       if node.rules != contract.rules:
         audit.faults.append(f"{name} has {node.rules}, not the contract's.")
+      # A seed for each linear: its inputs do not depend on how many were drawn before
+      # it.
       rng = np.random.default_rng([seed, linears])
       faults = verify_linears.faults(node, rng, contract.activations)
       audit.faults += [f"{name}: {text}." for text in faults]
@@ -195,6 +201,7 @@ def _check_arithmetic(
   if not stated:
     return
   found = arithmetic.arithmetic(params, dtype)
+  # Only the run knows these; the stored model does not show them.
   elsewhere = {arithmetic.BUILD, arithmetic.ATTENTION}
   audit.faults += [
     f"arithmetic: the manifest states {name} as {stated.get(name)}, the model has "
@@ -260,6 +267,7 @@ def _check_run_folder(
   is_tuned = state["tuning"] is not None
   for one in state["layers"]:
     for path, node in one["nodes"].items():
+      # Only types and static fields are compared: arrays have digests in both places.
       saved = manifest["nodes"].get(f"{one['name']}/{path}")
       if _type(saved, is_tuned) != _type(node, is_tuned):
         audit.faults.append(

@@ -43,6 +43,8 @@ def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def illegal_blocks(operand: np.ndarray) -> int:
   """Counts blocks of `[blocks, 32, n]` that no power-of-two scale makes E2M1."""
+  # The scale is not given: every power of two that could hold the largest value is
+  # tried. A block of zeros is legal under any.
   largest = np.abs(operand).max(1, keepdims=True)
   top = np.frexp(np.where(largest > 0, largest, 1.0))[1]
   legal = largest[:, 0] == 0
@@ -63,9 +65,11 @@ def _nearest(x: np.ndarray, *, rounds_up: bool) -> tuple[np.ndarray, np.ndarray]
   turn = 0.875 if rounds_up else 1.0  # The mantissa, from .5 up, of the next exponent.
   mantissa, exponent = np.frexp(np.where(largest > 0, largest, 1.0))
   exponent += (mantissa >= turn) - 1
+  # E2M1 ends in binary order 2; -127 is the smallest exponent of E8M0.
   scale = np.ldexp(1.0, np.maximum(exponent - 2, -127))
   units = np.abs(x) / scale
   middles = (GRID[1:] + GRID[:-1]) / 2
+  # To the right of an equal middle: a tie takes the larger magnitude.
   index = np.searchsorted(middles, units, side="right")
   near = np.abs(units[..., None] - middles).min(-1) < NEAR_TIE
   # A largest value near the edge of two exponents may get the other one in float32.
@@ -109,12 +113,14 @@ def _map_faults(
   """Checks that mapped inputs times folded weights give the unmapped product."""
   if leaf.input_map is None:
     return
+  # Random weights, and not the decoded ones: x'T' times the fold of w is x'w for any w.
   x, weight = rng.standard_normal((2, width // BLOCK, BLOCK, PROBES))
   with precision.float64_scope():
     mapped = np.asarray(leaf.input_map.apply(jnp.asarray(x)))
     folded = np.asarray(leaf.input_map.fold(jnp.asarray(weight)))
   product = lambda a, b: np.einsum("bin,bim->nm", a, b)
   error = _relative_error(product(mapped, folded), product(x, weight))
+  # So written, NaN is a fault, too.
   if not error <= MAP_TOLERANCE:
     yield f"its map does not reproduce the folded function, relative error {error:.1e}"
 
@@ -133,6 +139,7 @@ def _float_operand_faults(
 ) -> Iterator[str]:
   """Checks that the operand is the mapped input itself, not a rounded one."""
   error = _relative_error(operand, _mapped(leaf, x))
+  # So written, NaN is a fault, too.
   if not error <= PRODUCT_TOLERANCE:
     yield f"its operand is not its mapped input, relative error {error:.1e}"
 
@@ -173,6 +180,7 @@ def faults(
 
   `rng` draws the inputs, and `activations` is what the contract says of them.
   """
+  # Nothing below makes sense on illegal or infinite payloads.
   fatal = list(payload_faults(leaf))
   is_float = activations == "float"
   if not leaf.rounding.is_legal and not is_float:
@@ -188,6 +196,7 @@ def faults(
   yield from _map_faults(leaf, rng, width)
   x = rng.standard_normal((PROBES, width)).astype(np.float32)
   flat, output = map(np.asarray, _run(jnp.asarray(x), leaf))
+  # `[d, probes]`, features first, as the runtime has them.
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
   if is_float:
     yield from _float_operand_faults(leaf, x, operand)
