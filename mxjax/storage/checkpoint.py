@@ -107,6 +107,7 @@ def _check_contract(
 ) -> None:
   if manifest["contract_hash"] == contract.hash:
     return
+  # `Contract.to_dict` leaves it out where inputs are rounded.
   usual = {"activations": PAPER_CONTRACT.activations}
   ours = usual | _by_dotted_name(json.loads(json.dumps(contract.to_dict())))
   theirs = usual | _by_dotted_name(manifest["contract"])
