@@ -26,6 +26,7 @@ _FLAGS = "tie_embeddings attention_bias qkv_bias mlp_bias is_post_norm".split()
 
 def size_fault(name: str, value: Any) -> tuple[str, str] | None:
   """Says what is expected and what came if `value`, from a file, is no size at all."""
+  # By exact type: to `isinstance`, true is an integer.
   if type(value) is int and 1 <= value <= SIZES[name]:
     return None
   return f"{name} an integer from 1 to {SIZES[name]}", str(value)[:40]
@@ -102,6 +103,7 @@ class ModelConfig:
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
+    # The first fault alone: later checks compute with what earlier ones accept.
     for expected, got in self._faults():
       raise ValueRefusal(
         "ModelConfig",
@@ -159,6 +161,7 @@ class ModelConfig:
         got=", ".join(wrong),
         mend="use a dict that it made",
       )
+    # JSON has dicts and lists; a hashable config has a dataclass and a tuple.
     scaling = values.get("rope_scaling")
     typed = {
       "rope_scaling": None if scaling is None else RopeScaling(**scaling),

@@ -39,6 +39,8 @@ def inverse_frequencies(
   Returns radians per token, float32 `[head_dim / 2]`, equal to those of transformers: a
   geometric series with base `theta`, optionally with Llama-3 scaling.
   """
+  # In float32 throughout, as transformers computes them: float64 would give other last
+  # bits.
   exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
   frequencies = np.float32(1.0) / np.float32(theta) ** exponents
   if scaling is None:
@@ -46,6 +48,8 @@ def inverse_frequencies(
   original = scaling.original_max_position
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   wavelengths = 2 * math.pi / frequencies
+  # `low_freq_factor` bounds the long wavelengths, because a low frequency is a long
+  # wave.
   is_long, is_short = wavelengths > original / low, wavelengths < original / high
   stretched = frequencies / scaling.factor
   blend = (original / wavelengths - low) / (high - low)
@@ -66,6 +70,7 @@ def _rotations(
     positions = np.arange(start, start + length, dtype=np.float32)
     angles = frequencies[:, None] * positions[None, :]
     return np.cos(angles), np.sin(angles)
+  # Positions of a tree are below `length`, so that one table has them all.
   if start.ndim == 2:
     tables = _rotations(frequencies, length, 0)
     looked_up = (jnp.asarray(table).T[start] for table in tables)
@@ -88,6 +93,7 @@ def rotary(
   one for all or `[batch]`; or are `start` where that is `[batch, length]`, each below
   `length`.
   """
+  # In the compute dtype, in which transformers multiplies by them, too.
   tables = (a.astype(x.dtype) for a in _rotations(frequencies, x.shape[1], start))
   cos, sin = (rounded(jnp.asarray(a if a.ndim == 4 else a[None, None])) for a in tables)
   first, second = jnp.split(_positions_last(x), 2, axis=2)
@@ -114,12 +120,14 @@ def _by_group(
   queries, keys, values = (_positions_last(a) for a in (queries, keys, values))
   batch, heads, head_dim, length = queries.shape
   kv_heads = keys.shape[1]
+  # Query heads that share a key-value head are neighbours.
   shape = batch, kv_heads, heads // kv_heads, head_dim, length
   return queries.reshape(shape), keys, values
 
 
 def _by_position(chunks: list[jax.Array]) -> jax.Array:
   """Joins output chunks `[b, k, g, t, d]` into `[batch, length, features]`."""
+  # `[b, k, g, t, d]` to `[b, k, g, d, t]`: heads and coordinates merge to features.
   features = jnp.concatenate(chunks, axis=3).transpose(0, 1, 2, 4, 3)
   batch, *sizes, length = features.shape
   return features.reshape(batch, math.prod(sizes), length).transpose(0, 2, 1)
@@ -180,6 +188,7 @@ def causal_attention(
     how: Any = {"window": window, "interpret": chosen == "interpret"}
     kernel = functools.partial(prefill.launch, **how)
     reference = functools.partial(causal_attention, window=window, implementation="xla")
+    # A kernel has no gradient; the reference has one.
     return lowering.with_reference(kernel, reference, queries, keys, values)
   length = queries.shape[1]
   is_short = tree is not None and implementations.target_platform() == "cpu"
@@ -245,6 +254,8 @@ def _is_ancestor(
   """Masks keys `[1, s]` of queries `[t, 1]`, indices in a row: `[b, 1, 1, t, s]`."""
   ends, depths = jnp.asarray(tree.ends), jnp.asarray(tree.positions)
   rows, columns = jnp.asarray(queries)[None], jnp.asarray(keys)[None]
+  # In depth-first order, a key is an ancestor if the query lies between it and the end
+  # of its descendants.
   is_seen = (columns <= rows) & (rows < ends[:, keys])
   if window is not None:
     is_seen &= depths[:, queries] - depths[:, keys] < window
@@ -357,6 +368,8 @@ def cached_attention(
     own = np.arange(first, stop, dtype=np.int32)
     positions = start.reshape(-1, 1, 1, 1, 1) + own[None, None, None, :, None]
     behind = positions - before[None, None, None, None]
+    # This hides what is behind the filled positions as well: it lies in the future of
+    # every query.
     is_seen = behind >= 0
     if window is not None:
       is_seen &= behind < window

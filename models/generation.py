@@ -303,6 +303,7 @@ def padded_prompts(
       got=rows.shape if isinstance(rows, np.ndarray) else sorted(shapes),
     )
   lengths = np.array([len(row) for row in rows], np.int32)
+  # Padded behind the text, where no token sees it.
   ids = np.zeros((len(rows), lengths.max()), np.int32)
   for padded, row in zip(ids, rows, strict=True):
     padded[: len(row)] = row
@@ -366,6 +367,7 @@ def _new_tokens(
   # Put together by numpy: JAX would compile it for every length.
   arrays = [np.asarray(part).reshape(len(ids), -1) for part in parts]
   new = np.concatenate([np.zeros((len(ids), 0), np.int32), *arrays], axis=1)
+  # The last program may have made more than was asked for.
   new = new[:, :max_new_tokens]
   if (missing := max_new_tokens - new.shape[1]) and ends is not None:
     new = np.pad(new, ((0, 0), (0, missing)), constant_values=int(ends[0]))
@@ -417,6 +419,7 @@ def _uncached(
     hidden = model.embed(params, buffer)
     for index in range(model.num_layers):
       hidden = _run_layer(model, params[model.layer_name(index)], hidden)
+    # `places` are the ends of the prefixes: the token before each is scored.
     outside, places = _outside_layers(model, params), lengths + np.int32(step)
     _, newest, is_done = _run_head(
       model, outside, hidden, places - 1, places, is_done, choice
@@ -547,6 +550,7 @@ def with_room(state: Decoding, steps: int) -> Decoding:
   """
   cache, longest = state.cache, state.longest
   if longest is None:
+    # This waits for the device, which is why the host keeps count where it can.
     longest = int(np.max(np.asarray(cache.lengths)))
     state = dataclasses.replace(state, longest=longest)
   if (needed := longest + steps) <= cache.capacity:
@@ -828,6 +832,7 @@ def check_arguments(
   problems = (
     (max_new_tokens < 0, "max_new_tokens >= 0", max_new_tokens),
     (total > limit, f"at most {limit} positions", total),
+    # So written, NaN is refused, too.
     (not temperature >= 0, "temperature >= 0", temperature),
     (top_k is not None and top_k < 1, "top_k >= 1", top_k),
     (top_p is not None and not 0 < top_p <= 1, "0 < top_p <= 1", top_p),

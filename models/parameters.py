@@ -40,6 +40,7 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
     if use_bias:
       layer[*path, "bias"] = (out_features,)
   for index in range(config.num_layers):
+    # All layers of these families are alike.
     shapes |= {(f"layers_{index}", *path): shape for path, shape in layer.items()}
   shapes["norm", "weight"] = (width,)
   if not config.tie_embeddings:
@@ -70,6 +71,7 @@ def attention_norms(config: ModelConfig) -> dict[str, int]:
     return {}
   heads, kv_heads = config.num_heads, config.num_kv_heads
   if config.qk_norm == "head":
+    # One scale of `head_dim`, which all heads share.
     heads = kv_heads = 1
   return {"q_norm": heads * config.head_dim, "k_norm": kv_heads * config.head_dim}
 

@@ -70,7 +70,11 @@ def _weighted(queries: jax.Array, parts: Sequence[Part]) -> _Weighted:
       mask = is_seen if is_seen.ndim == 5 else is_seen[None, None, None]
       product = jnp.where(mask, product, -jnp.inf)
     scores.append(product)
+  # Over all parts, which are one softmax. It is finite, because every query sees its
+  # own key.
   top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
+  # Scaled behind the difference; the scale is positive, so that the maximum stays where
+  # it is.
   weights = [jnp.exp((s - top) * scale) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
   outputs = sum(
@@ -107,6 +111,7 @@ def attend_chunks(
   The masks are constants of the program, or arrays that have no gradient.
   """
 
+  # Defined in here, so that masks are closed over and need no gradient.
   @jax.custom_vjp
   def run(queries: jax.Array, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
     return [made.outputs for made in each(queries, keys, values)]
@@ -165,9 +170,12 @@ def _backward(
     for (low, high, _), weight in zip(chunk.spans, weights, strict=True):
       keys_here, values_here = wide(keys[..., low:high]), wide(values[..., low:high])
       at_weights = _product(by_row, values_here)
+      # Softmax: dS = P (dP - sum(dO O)) scale. P is weight / total, and `given` has the
+      # total already.
       at_scores = flat(weight) * ((at_weights - flat(level)) * scale)
       total_gradient += _product(at_scores, keys_here.swapaxes(2, 3))
       place = (..., slice(low, high))
+      # All queries of a group add to the keys and values that they share.
       to_values = _product(by_feature, flat(weight))
       at_values = add_to_slice(at_values, place, to_values)
       to_keys = _product(own_by_feature, at_scores)

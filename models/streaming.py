@@ -76,6 +76,7 @@ class PrefixCache:
       before = np.asarray(state.newest)
       how: Any = {"steps": steps, "choice": choice, "may_overrun": True}
       state, made = generation.decode(self.model, self._params, state, **how)
+      # The cache holds what has run: all tokens but the newest.
       found = np.asarray(made)[0]
       self._cache = state.cache
       self._held = np.concatenate([self._held, before, found[:-1]])
@@ -171,6 +172,7 @@ def stream(
   generation.check_arguments(
     cache.model, len(ids), count, temperature, top_k, top_p, key
   )
+  # No ends in the choice: the loop below stops at them, between two tokens.
   choice = generation.choice_of(temperature, top_k, top_p, key)
   for token in cache.tokens(ids, count, choice) if count else ():
     if token in eos_ids:
@@ -193,6 +195,7 @@ def text_pieces(
   shown, text = 0, ""
   for token in tokens:
     ids.append(token)
+    # All ids each time, because a token's text can depend on those before it.
     text = decode(ids)
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:

@@ -120,6 +120,7 @@ class Tokenizer:
     """Encodes a text as int32 `[n]`; an empty text gives no ids."""
     with refusing(self.source, "a tokenizer that encodes any text"):
       ids = self.backend.encode(text, add_special_tokens=False).ids
+    # By dtype, because numpy makes floats of an empty list.
     return token_ids(np.asarray(ids, np.int64), "tokenizer")
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -224,6 +225,7 @@ class Tokenizer:
   def fingerprint(self) -> str:
     """SHA-256 (hex) of vocabulary, merges, special tokens and splitting rules."""
     state = json.loads(self.backend.to_str())
+    # What decides the ids of `encode`; templates and padding do not.
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     text = json.dumps({key: state[key] for key in keys}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -310,6 +312,7 @@ class Tokenizer:
       elif not one.name.endswith(".index.json"):
         read_bytes(one)
     with refusing(folder, "the files of a tokenizer that transformers reads", SAVE):
+      # Nothing is fetched, and no code of the folder is run.
       auto: Any = quiet_transformers().AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
       )

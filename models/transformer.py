@@ -64,6 +64,7 @@ def _leaf(
 
 def _tap(module: nn.Module, name: str, value: LinearInput) -> LinearInput:
   if module.is_mutable_collection(CALIBRATION) and not module.is_initializing():
+    # Not `sow`, which would put it in a tuple.
     module.put_variable(CALIBRATION, name, fused_inputs.as_array(value))
   return value
 
@@ -164,6 +165,7 @@ class Attention(nn.Module):
     """
     _tap(self, "qkv_input", x)
     queries, keys, values = self._project(x)
+    # Before the correction, because value recovery is fitted to what the linear gives.
     values = _tap(self, "value", values)
     if self.has_variable("params", "value_recovery"):
       recovery = self.get_variable("params", "value_recovery")
@@ -242,6 +244,8 @@ class DecoderLayer(nn.Module):
     self.self_attn = Attention(config)
     self.mlp = MLP(config)
     for name in layer_norms(config):
+      # Their names are those of the checkpoint, which differ between pre-norm and
+      # post-norm.
       setattr(self, name, RMSNorm(config.hidden_size, config.norm_eps))
 
   def __call__(self, hidden: jax.Array) -> jax.Array:
@@ -251,6 +255,7 @@ class DecoderLayer(nn.Module):
       if self.config.is_post_norm:
         hidden = rounded(hidden + norm(block(hidden)))
       else:
+        # Norm and residual go into the block, whose kernels can compute them.
         hidden = block(norm.defer(hidden), hidden)
     return hidden
 
@@ -321,6 +326,7 @@ class CausalLM(nn.Module):
   @nn.nowrap
   def embed(self, params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
     """Embeds int32 tokens `[B, T]` as hidden states `[B, T, d]`, compute dtype."""
+    # Without a parent, or linen would take it for a child of a model that it runs in.
     return _run(Embedding(self.config, parent=None), params["embed_tokens"], tokens)
 
   @nn.nowrap
@@ -406,6 +412,7 @@ class CausalLM(nn.Module):
       {"params": layer_params, CACHE: past}, hidden, mutable=[CACHE]
     )
     filled = cast(dict[str, Any], state[CACHE])["self_attn"]
+    # Without `start`, which the caller counts.
     updated = {name: filled[name] for name in cache["self_attn"]}
     return cast(jax.Array, output), {"self_attn": updated}
 
@@ -417,6 +424,7 @@ class CausalLM(nn.Module):
     """
     norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
     normal = _run(norm, params["norm"], hidden)
+    # A head among the params wins, as in `setup`.
     tied = self.config.tie_embeddings and "lm_head" not in params
     head = "embed_tokens" if tied else "lm_head"
     return linear(normal, params[head]["weight"]).astype(jnp.float32)

@@ -126,6 +126,8 @@ class Family:
     _refuse_quantized(values)
     known = TRANSLATED | self.window.fields | {*NAMES.values(), *self.flags}
     _refuse_unread(values, self.name, known | _harmless())
+    # Absent fields get the defaults of transformers only here: what is checked above
+    # was written by someone.
     values = _standardized(self.name, values)
     if (activation := values["hidden_act"]) not in SILU:
       raise NotImplementedRefusal(
@@ -135,6 +137,7 @@ class Family:
         mend="choose another checkpoint",
       )
     fields: dict[str, Any] = {k: values.get(name) for k, name in NAMES.items()}
+    # As transformers has it where a config does not say.
     if fields["head_dim"] is None:
       fields["head_dim"] = fields["hidden_size"] // fields["num_heads"]
     theta, scaling = _read_rope(values)
@@ -157,6 +160,7 @@ class Family:
     """Returns the window of all layers, or None; rejects layers of several kinds."""
     window = values.get("sliding_window") if self.window.fields else None
     kinds = set(values.get("layer_types") or ())
+    # A window has no effect where all layers see the whole past.
     if kinds == {"full_attention"}:
       return None
     if kinds - {"full_attention" if window is None else "sliding_attention"}:
@@ -215,6 +219,7 @@ def quiet_transformers() -> Any:
 def _harmless() -> frozenset[str]:
   """Returns `HARMLESS` and the fields of all configs and of generation."""
   transformers = quiet_transformers()
+  # All but this one, which says which matrix is the head.
   every = transformers.PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
   return HARMLESS | every | transformers.GenerationConfig().to_dict().keys()
 
@@ -253,6 +258,7 @@ def token_ids(value: Any, name: str, vocabulary: int) -> tuple[int, ...]:
     ValueError: The field has something else.
   """
   ids = [] if value is None else value if isinstance(value, list) else [value]
+  # By exact type: to `isinstance`, true is an integer.
   if bad := [one for one in ids if type(one) is not int]:
     raise ValueRefusal(
       "config.json",
@@ -289,6 +295,7 @@ def _refuse_unread(
     f"{name}={reprlib.repr(value)}"
     for name, value in values.items()
     if name not in known
+    # Bookkeeping of transformers and of Unsloth.
     and not name.startswith(("_", "unsloth_"))
     and not name.endswith(("dropout", "pdrop"))
     and (value is not True if name == CAUSAL else _is_set(value))

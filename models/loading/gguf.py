@@ -180,11 +180,13 @@ def _bounded_reader() -> type["GGUFReader"]:
 
     @data.setter
     def data(self, mapped: np.ndarray) -> None:
+      # The same mapped bytes, without the subclass.
       self._mapped = mapped.view(np.ndarray)
 
     def _get(
       self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any
     ) -> Any:
+      # Counted, because a list claims its own length and is read value by value.
       self.reads += 1
       end = int(offset) + np.dtype(dtype).itemsize * int(count)
       if end > len(self.data) or self.reads > MOST_VALUES:
@@ -231,6 +233,7 @@ def read_config(
     field(reader, f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")
   ]
   config = ModelConfig(
+    # GGUF lists the fastest axis first.
     vocab_size=int(tensors["token_embd.weight"].shape[1]),
     hidden_size=width,
     intermediate_size=require("llama.feed_forward_length"),
@@ -329,7 +332,9 @@ def _stored_tensors(
       path = (*GLOBAL_NAMES[kind], last)
     elif scope[:1] == ["blk"] and kind in LAYER_NAMES:
       path = (f"layers_{scope[1]}", *LAYER_NAMES[kind], last)
+    # GGUF lists the fastest axis first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
+    # 0 where rows are not rotated and keep their order.
     read = functools.partial(_decode, tensor, shape, heads.get(kind, 0))
     yield path, StoredTensor(name, shape, read)
 

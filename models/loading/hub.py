@@ -106,6 +106,7 @@ def _snapshot(name: str, *, with_weights: bool) -> pathlib.Path:
     if not _has_weights(folder):
       _refuse_other(name)
     if not (folder / weights.SINGLE_FILE).is_file():
+      # The client takes patterns, and names of files are none.
       fetch(set(map(glob.escape, weights.read_index(folder).values())))
   return folder
 

@@ -58,6 +58,7 @@ class LazyParams(Mapping[str, Any]):
       value = jnp.array(self._stored[path].read())
       values[self._stored[path].name] = value
       parameters.insert(params, path, value)
+    # After all are read, so that every broken tensor is named.
     parameters.check_finite(values, self._source)
     return params
 

@@ -129,6 +129,7 @@ def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
     refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
+      # The format begins with the length of its header, in 8 bytes.
       start = file.read(8)
     if (end := 8 + int.from_bytes(start, "little")) > size:
       raise ValueRefusal(
@@ -160,6 +161,7 @@ def read_config(source: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
     values = read_json(generation, dict[str, Any], "the generation config of a model")
     known = hf_config.quiet_transformers().GenerationConfig.from_dict(values)
     ids = hf_config.token_ids(known.eos_token_id, "eos_token_id", config.vocab_size)
+  # Each file may name ids that the other lacks.
   union = tuple(dict.fromkeys((*config.eos_ids, *ids)))
   return dataclasses.replace(config, eos_ids=union)
 
@@ -305,6 +307,8 @@ def _stored_tensors(folder: pathlib.Path) -> dict[Path, StoredTensor]:
 def _refuse_quantized(folder: pathlib.Path, dtypes: Mapping[str, str]) -> None:
   """Rejects weights that are no floats, by the names and dtypes of all tensors."""
   for part, kind in QUANTIZED_TENSORS.items():
+    # The last two parts: bitsandbytes puts its own behind `weight`, as in
+    # `weight.absmax`.
     if found := next((name for name in dtypes if part in name.split(".")[-2:]), None):
       raise NotImplementedRefusal(
         folder,
@@ -328,6 +332,7 @@ def _refuse_prefix(stored: Mapping[Path, StoredTensor], folder: pathlib.Path) ->
   anchor = "embed_tokens.weight"
   names = [tensor.name for tensor in stored.values()]
   prefixes = {name.removesuffix(anchor) for name in names if name.endswith(anchor)}
+  # These two are translated; see `params_path`.
   if prefixes & {"", "model."}:
     return
   for prefix in sorted(prefixes):
@@ -360,6 +365,7 @@ def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> N
   embedding = stored.get(("embed_tokens", "weight"))
   if head is None or embedding is None:
     return
+  # A copy is harmless; another head would be ignored in silence.
   if not np.array_equal(head.read(), embedding.read()):
     raise ValueRefusal(
       folder,
