@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
   storage, sampling = shared.storage(options.storage), generate.sampling(options)
   is_terminal = sys.stdin.isatty()
+  # On stderr: stdout has replies alone, for a pipe.
   print("loading", file=sys.stderr)
   model, params, tokenizer = subjects.restore(
     options.source, storage=storage, dtype=options.dtype
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
     messages.append({"role": "user", "content": message})
     ids = tokenizer.encode(tokenizer.chat_prompt(messages))
     text = generate.speak_aloud(cache, tokenizer, ids, **sampling)
+    # A reply that was interrupted stays in the conversation as far as it was shown.
     messages.append({"role": "assistant", "content": text})
 
 

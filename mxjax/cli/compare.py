@@ -61,10 +61,12 @@ def run(options: argparse.Namespace) -> None:
       mend="name one, or leave the option out",
     )
   contracts = {
+    # The paper's rules add nothing to the name of a method.
     "" if rule == mxfp4.PAPER_RULES else f"[{rule.scale_rule}]": Contract(rules=rule)
     for rule in rules
   }
   folder = pathlib.Path(options.out)
+  # Before a model is loaded, which may take minutes.
   settings.check_folder(folder)
   prepared = inputs.prepare(options, selected)
   with output.progress("bars") as begin:

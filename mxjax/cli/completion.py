@@ -54,6 +54,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
   def walk(parser: argparse.ArgumentParser, place: str) -> None:
     words = []
+    # argparse has no public list of them.
     for action in parser._actions:
       words += [name for name in action.option_strings if name.startswith("--")]
       if isinstance(action, argparse._SubParsersAction):

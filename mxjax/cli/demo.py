@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> None:
     )
   folder.mkdir(parents=True, exist_ok=True)
   if quantized is not None:
+    # `quantized` are the params of the last method that did not fail.
     row = [row for row in rows if "error" not in row][-1]
     builds.save_checkpoint(
       folder,

@@ -40,6 +40,7 @@ def add_parser(commands: Any) -> None:
   shared.add(parser, "--json")
   _add_tasks(parser.add_argument_group("tasks"))
   shared.add(parser, "--compiled", "--no-compiled")
+  # argparse does not tell an option that was given from one at its default.
   unset = {name: parser.get_default(name) for name in (*OF_TASKS, *OF_PERPLEXITY)}
   parser.set_defaults(unset=unset, run=run)
 
@@ -91,6 +92,7 @@ def run(options: argparse.Namespace) -> None:
       got=options.tasks or "none",
       mend="correct the options",
     )
+  # Below the checks of options, which need no JAX.
   from mxjax.evaluation import evaluating
 
   packing = evaluating.Packing(

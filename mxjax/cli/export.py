@@ -36,6 +36,8 @@ def formats(method: str, model: str | None = None) -> tuple[str, ...]:
   is_recovered = method.startswith(f"{name}+r") or "recover=" in method
   plain = () if tuned or is_recovered else (*COMPRESSED, *TRANSFORMED)
   lacking = () if name in plain else ("compressed-tensors",)
+  # A GGUF file holds no online maps, so that what needs --transforms has no place in
+  # it.
   lacking += () if name in plain and name in COMPRESSED and has_gguf else ("gguf",)
   return tuple(form for form in FORMATS if form not in lacking)
 
@@ -142,6 +144,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.storage.export import card, features
   from mxjax.storage.export.folder import MANIFEST
 
+  # All refusals come before the measuring, which takes long.
   out = atomic_io.check_output(options.out)
   dropped = features.parse(options.drop)
   folder = subjects.checkpoint_folder(options.checkpoint)
@@ -276,6 +279,7 @@ def _measure(
     output.stage(f"export, perplexity, {what}")
     measured[what] = perplexity(models.CausalLM(config), params, tokens).mean
 
+  # The same tokens for all of them, so that the differences are those of the models.
   measure("checkpoint", source.params)
   if is_changed:
     measure("with what was dropped left out", params)

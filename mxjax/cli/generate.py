@@ -95,6 +95,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     )
   if options.seed >= SEEDS:
     raise ValueRefusal(command, f"a --seed below {SEEDS}", got=options.seed)
+  # The defaults of `chat` hold for a temperature above 0 and are no request.
   if options.temperature == 0 and (ignored := shared.given(options, "top_k", "top_p")):
     raise ValueRefusal(
       command,
@@ -125,6 +126,7 @@ def run(options: argparse.Namespace) -> None:
     options.source, storage=storage, dtype=options.dtype
   )
   ids = tokenizer.encode(options.prompt)
+  # `encode` leaves out what the model's own tokenizer puts before a text, such as BOS.
   ids = np.concatenate([np.asarray(tokenizer.prefix_ids, np.int32), ids])
   # The cache needs no more room than this text.
   room = len(ids) + options.max_new_tokens + 1
@@ -193,6 +195,7 @@ def speak(
       cache,
       ids,
       max_new_tokens=max_new_tokens,
+      # At temperature 0 nothing reads it.
       key=jax.random.key(seed),
       eos_ids={tokenizer.eos_id, *cache.model.config.eos_ids} - {None},
       **sampling,
@@ -213,6 +216,8 @@ def speak(
       show(piece)
   except KeyboardInterrupt:
     end = "interrupted"
+  # The first token waits for the prompt and for compiling: the rate is of those behind
+  # it.
   rest = times[-1] - times[0] if times else 0.0
   return {
     "text": "".join(pieces),

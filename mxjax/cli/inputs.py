@@ -29,6 +29,7 @@ def mesh_of(options: argparse.Namespace) -> Mesh | None:
   """
   joins = ("coordinator", "processes", "process")
   named = [f"--{name}" for name in joins if getattr(options, name, None) is not None]
+  # First of all: joining must come before any other use of JAX.
   if options.distributed:
     processes.connect(options.coordinator, options.processes, options.process)
   elif named:
@@ -91,6 +92,7 @@ def prepare(
 
   First it says what the methods `names` are about to take.
   """
+  # One process speaks for all.
   tell = output.teller(options.log if processes.is_leader() else "none")
   tell(f"loading {model_name(options)}")
   output.stage(f"loading {model_name(options)}")
@@ -143,6 +145,7 @@ def _announcement(
   ]
   tests = len(texts.split(options.data or "")) or 1
   tokens = tests * options.windows * options.window_length * options.replicates
+  # RTN is built as well where the report shows it.
   beside = ("rtn",) if getattr(options, "baseline", False) else ()
   timed = dict.fromkeys((*names, *beside)) if names else ()
   seconds = estimates.expected_seconds(planned, timed, mesh, tokens) if timed else None

@@ -8,6 +8,7 @@ def main() -> int:
   try:
     from mxjax.evaluation.tasks import harness
   except ModuleNotFoundError as error:
+    # Another missing module is a fault of the installation, and shows its traceback.
     if (error.name or "").partition(".")[0] != "lm_eval":
       raise
     print(

@@ -53,6 +53,7 @@ MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointEr
 
 def main(words: Sequence[str] | None = None) -> int:
   """Runs a command; errors that a user can fix become one line and exit code 2."""
+  # A caller in Python passes words; its process is not ours to change for good.
   is_process = words is None
   words = list(sys.argv[1:] if words is None else words)
   with _dying_quietly():
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     description="Quantizes decoder language models to strict MXFP4 W4A4, in JAX.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
+  # For commands that do not have these options and run by the same code.
   parser.set_defaults(distributed=False, compiled_kept=None, log="bars")
   parser.add_argument("--version", nargs=0, action=_Version, help="print the version")
   commands = parser.add_subparsers(
@@ -110,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     # `import` is a word of the language.
     module = "import_" if name == "import" else name
     importlib.import_module(f"mxjax.cli.{module}").add_parser(commands)
+  # argparse lists commands in one group; they are shown here by what they are for.
   helps = {action.dest: action.help for action in commands._choices_actions}
   lines = []
   for group, examples in GROUPS.items():
@@ -168,6 +171,7 @@ def _launch(options: argparse.Namespace) -> int:
   if not options.distributed:
     return _run(options)
   if not processes.is_supervised():
+    # -P: otherwise -m puts the current folder first on the import path.
     command = [sys.executable, "-P", "-m", "mxjax", *options.arguments]
     return processes.supervise(command)
   try:
@@ -199,16 +203,19 @@ def _run(options: argparse.Namespace) -> int:
       compilation.on_long_compile(tell, COMPILING),
     ):
       code = options.run(options) or 0
+    # Here, where a pipe that its reader has closed is still caught.
     sys.stdout.flush()
     return code
   except KeyboardInterrupt as error:
     _report(options, "stopped", str(error) or "interrupted")
+    # 128 + SIGINT, as shells have it.
     return 130
   except BrokenPipeError:
     # Whoever read the output has enough; what is still to be flushed goes nowhere.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
   except MENDABLE as error:
+    # `_launch` reports it and leaves without waiting for the others.
     if options.distributed and processes.lost_message(error):
       raise
     _report(options, "error", _sentence(error, options.command))

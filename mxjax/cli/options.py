@@ -98,6 +98,7 @@ def fit_lengths(options: argparse.Namespace, positions: int | None = None) -> No
   for name in ("length", "window_length"):
     if not hasattr(options, name):
       continue
+    # Set here and not by argparse: the default depends on the model.
     if (given := getattr(options, name)) is None:
       setattr(options, name, min(LENGTH, positions or LENGTH))
     elif positions is not None and given > positions:
@@ -272,6 +273,7 @@ def check_method(text: str) -> None:
 def method_names(text: str) -> list[str]:
   """Returns the methods of a comma list, with `all` and `paper` for groups, checked."""
   groups = {"all": tuple(methods.METHODS), "paper": methods.PAPER_METHODS}
+  # A dict keeps the order and each method once.
   selected: dict[str, None] = {}
   for name in texts.split(text):
     selected |= dict.fromkeys(groups.get(name, (name,)))
@@ -310,6 +312,7 @@ class Parser(argparse.ArgumentParser):
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
     """Parses like `argparse`, after rejecting unknown options of this parser."""
     for word in args or ():
+      # What follows the name of a command is for that command's parser.
       if word == "--" or (self._subparsers and not word.startswith("-")):
         break
       name = word.partition("=")[0]

@@ -60,6 +60,7 @@ def print_table(table: Table) -> None:
     title=table.title, box=None, pad_edge=False, padding=(0, 2, 0, 0)
   )
   first, *others = table.head
+  # Long names are folded: nothing of them is cut off.
   printed.add_column(first, overflow="fold", min_width=8)
   for head in others:
     # Numbers are never broken, so that of narrow terminals only names are.
@@ -98,6 +99,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
   heads = [
     head
     for head in (cells[0] if cells else ())
+    # A column that nobody asked for would be full of dashes.
     if any(each[head] is not None for each in cells)
   ]
   body = []
@@ -151,6 +153,7 @@ def emit(event: str, **values: Any) -> None:
   """Prints one event as a JSON line on stderr."""
   for beating in _heartbeats:
     beating.spoke()
+  # Flushed line by line, because whoever reads events waits for each.
   line = {"event": event, "time": round(time.time(), 3), **values}
   print(json.dumps(line), file=sys.stderr, flush=True)
 

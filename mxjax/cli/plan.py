@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> None:
   seconds = {
     name: estimates.expected_seconds(planned, [name], options.mesh, rate=rate)
     for name in ("hires", *stored)
+    # The plan does not count what their searches take.
     if methods.base_name(name) not in estimates.LEARNING
   }
   if stored:

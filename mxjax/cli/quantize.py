@@ -113,6 +113,8 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.evaluation import builds
   from mxjax.run.progress import Stopped
 
+  # What can be refused at once is, before other processes are joined or a model is
+  # read.
   shared.check_method(options.method)
   folder = pathlib.Path(options.out)
   mesh = inputs.mesh_of(options)
@@ -139,15 +141,18 @@ def run(options: argparse.Namespace) -> None:
         how,
         resume=options.resume,
         command=options.arguments,
+        # The stopper learns from the progress whether a layer is in work.
         begin=lambda name: stop.follow(begin(name)),
         stop=stop,
         tell=tell,
       )
   except (KeyboardInterrupt, Stopped) as error:
+    # A request to stop ends as Ctrl-C does, with exit code 130 and how to go on.
     raise KeyboardInterrupt(
       f"{str(error) or 'interrupted'}; finished layers are in {folder / builds.RUN}; "
       f"go on with: {stopping.resume_command(options.arguments)}"
     ) from error
+  # Process 0 alone has written results.
   if not is_leader:
     return
   if options.log == "json":

@@ -108,6 +108,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in texts.split(options.without or "")
     for each in (SEVEN if name == "tasks" else [name])
   ]
+  # Rows of several tables can have one label.
   labels = dict.fromkeys(label for t in options.tables for label in TABLES[t].rows)
   for name in options.without:
     texts.check("measure or row", name, (*SEVEN, *MEASURES, *labels))
@@ -137,6 +138,7 @@ def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
   Raises:
     ValueError: No row of a method has this label, or the method is unknown.
   """
+  # By the known labels: the first equals sign may be within one.
   label = next((name for name in labels if text.startswith(f"{name}=")), None)
   if label is None:
     texts.check("row", text.split("=")[0], labels)
@@ -260,6 +262,7 @@ def _make(
       watch=watching.Terminal(options.log, request.jobs, out),
     )
   except (KeyboardInterrupt, Stopped) as error:
+    # `reproduce` goes on without that option.
     again = stopping.resume_command(options.arguments).removesuffix(" --resume")
     raise KeyboardInterrupt(
       f"stopped; finished jobs are in {out}; go on with: {again}"

@@ -30,12 +30,14 @@ class Stopper:
 
   def __call__(self) -> bool:
     """Tells the pipeline, which asks once a layer is on disk, whether to stop."""
+    # The layer is on disk; a stage of the next one sets it again.
     self._in_layer = False
     return self._asked
 
   def ask(self, number: int, frame: FrameType | None) -> None:
     """Handles a signal by requesting a stop."""
     del frame
+    # A second signal means now; and between layers nothing is lost.
     if self._asked or not self._in_layer:
       raise KeyboardInterrupt
     self._asked = True

@@ -27,6 +27,8 @@ class Terminal(Watch):
 
   def job(self, job: Job) -> None:
     """Says which job begins, and when all will be done."""
+    # Of the jobs that were left at the start: finished ones take no time and would make
+    # the estimate too short.
     remaining = self._clock.update(self._left.index(job) / len(self._left))[1]
     about = f"; about {numbers.about(remaining)} left" if remaining else ""
     self._tell(f"[{self._jobs.index(job) + 1}/{len(self._jobs)}] {job}{about}")

@@ -52,7 +52,11 @@ class Parser(shared.Parser):
     """Parses like `options.Parser`, with the words of the file first."""
     if "--config" not in self._option_string_actions:
       return super().parse_known_args(args, namespace)
+    # Found before the parser itself runs: options that it requires may stand in the
+    # file.
     finder = argparse.ArgumentParser(add_help=False)
+    # With `nargs`, an option without a value passes here, and the parser itself refuses
+    # it.
     finder.add_argument("--config", nargs="?")
     finder.add_argument("--set", nargs="?", action="append", default=[])
     found = finder.parse_known_args(args)[0]
@@ -130,6 +134,8 @@ def _set(given: Iterable[str]) -> dict[str, Any]:
         mend="write it so",
       )
     try:
+      # As TOML first, so that 3 is a number and true a boolean; a bare word is none of
+      # it, and is text.
       value = tomllib.loads(f"value = {text_}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
       value = text_
@@ -161,6 +167,7 @@ def _option(path: str, name: str, value: Any, action: argparse.Action) -> list[s
   elif action.metavar == "JSON":
     expected = "a table, an array of tables or JSON text"
     if isinstance(value, str):
+      # In one word, so that a value may begin with a dash.
       return [f"--{name}={value}"]
     if isinstance(value, dict | list):
       return [f"--{name}={_json(path, name, value)}"]

@@ -62,6 +62,7 @@ def status(options: argparse.Namespace) -> None:
   if not options.follow:
     say(text)
     return
+  # Drawn only when the folder was read again.
   with live.Live(console=STDOUT, auto_refresh=False) as shown:
     while True:
       shown.update(Text(printable(text)), refresh=True)

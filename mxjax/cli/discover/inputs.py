@@ -46,6 +46,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   """
   spec = {**task_spec(options.task), **_task_options(options.task_options)}
   if options.task in tasks.WORLDS:
+    # A world of its own for each seed, unless the task's options name one.
     spec.setdefault("seed", options.seed)
   named = {
     "model": options.model,

@@ -88,6 +88,8 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.discovery.tasks.ptq import margins
 
   run_, folder = run_options(options), pathlib.Path(options.out)
+  # First what costs nothing, then the endpoint, and then measuring; the folder is
+  # written last.
   _fitting(run_)
   probe(run_)
   spec = margins.completed(run_.task, options.start, tell=say)
@@ -155,6 +157,7 @@ def _fitting(options: "RunOptions") -> "Task":
   from mxjax.discovery.search import runs
 
   task, search = tasks.load(options.task), options.search
+  # Both are made for their checks alone.
   search.ledger()
   runs.make_proposer(options, task)
   if search.start:

@@ -91,6 +91,7 @@ def run(options: argparse.Namespace) -> None:
     return
   folder = pathlib.Path(options.out)
   begun = reproducing.begun_task(folder)
+  # A study that has begun keeps the margins that were measured for it.
   spec = begun or margins.completed(spec, options.start, tell=say)
   opened = study.Folder(folder, study_options(options, spec, run_))
   say(f"frozen: {opened.frozen['hash']}")

@@ -85,6 +85,7 @@ def replay(options: argparse.Namespace) -> None:
   opened = trial.Trial(pathlib.Path(options.folder), options.data, tell=say)
   asks, names = not options.recorded, options.names
   opened.check_trusted(trusted(options), asks=asks)
+  # For its refusal of unknown names.
   trial.names_of(opened, names)
   if absent := opened.replay(names, asks=asks, at_once=options.at_once):
     raise OutageError(
