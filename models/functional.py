@@ -363,6 +363,7 @@ def cached_attention(
   new, before = queries.shape[1], np.arange(keys.shape[1], dtype=np.int32)
   grouped = _by_group(queries, keys, values)
   chunks = []
+  # In chunks, so that the scores of many new tokens never exist at once.
   for first in range(0, new, query_chunk):
     stop = min(first + query_chunk, new)
     own = np.arange(first, stop, dtype=np.int32)

@@ -115,6 +115,7 @@ class Cache:
   @property
   def capacity(self) -> int:
     """Tokens of a sequence for which there is room."""
+    # Every array of every format is `[B, positions, ...]`.
     return jax.tree.leaves(self.layers)[0].shape[1]
 
 
@@ -125,6 +126,7 @@ def cache_bytes(config: ModelConfig, cache_format: CacheFormat = "compute") -> i
   """
   vectors = 2 * config.num_layers * config.num_kv_heads
   if cache_format == "e4m3":
+    # A byte for each coordinate, and one for the scale of the vector.
     return vectors * (config.head_dim + 1)
   return vectors * config.head_dim * jnp.dtype(config.dtype).itemsize
 
@@ -492,6 +494,7 @@ def prefill(
   """
   ids, lengths = padded_prompts(tokens, "prefill", model.config.vocab_size)
   length = ids.shape[1]
+  # Of the arguments only the length is in question.
   check_arguments(model, length, 0, 0.0, None, None, None, place="prefill")
   padded = np.pad(ids, ((0, 0), (0, bucket_of(length) - length)))
   whole = _is_one_program(params, one_program)
@@ -643,6 +646,8 @@ def _decode_by_layers(
   return state, jnp.stack(parts, axis=1)
 
 
+# `jax.jit` and not `compilation.jit`: a step of decoding runs often enough to pay for
+# XLA's trials of products.
 @functools.partial(
   jax.jit,
   static_argnames=("model", "steps"),
@@ -731,6 +736,7 @@ def _run_head(
     hidden = jnp.take_along_axis(hidden, at, axis=1, mode="clip")
   logits = model.logits(params, hidden)[:, 0]
   newest = choice.tokens(logits, jnp.max(jnp.asarray(lengths), initial=0))
+  # Behind a prompt: nothing has ended before its first token.
   if is_done is None:
     return logits, newest, choice.is_end(newest)
   if choice.ends is not None:

@@ -53,6 +53,7 @@ def layer_linears(config: ModelConfig) -> dict[tuple[str, str], tuple[int, int, 
   width, hidden = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
+  # The flag of Llama gives o a bias as well, that of Qwen2 does not.
   qkv_bias = config.attention_bias or config.qkv_bias
   return {
     ("self_attn", "q_proj"): (width, queries, qkv_bias),

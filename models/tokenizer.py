@@ -330,6 +330,7 @@ class Tokenizer:
       **{name: text for name, text in special.items() if isinstance(text, str)},
       "chat_template": self.auto.chat_template,
     }
+    # Several templates are a dict in memory and a list in the file.
     if isinstance(templates := settings["chat_template"], dict):
       settings["chat_template"] = [
         {"name": name, "template": text} for name, text in templates.items()
@@ -361,6 +362,7 @@ def _byte_level_bpe(
   backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
   digits = pre_tokenizers.Digits(individual_digits=True)
   words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+  # Digits first: the words of GPT-2 would keep several digits together.
   backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
   backend.decoder = decoders.ByteLevel()
   added = lambda wanted: [
@@ -368,6 +370,7 @@ def _byte_level_bpe(
     for token, kind in zip(tokens, types, strict=True)
     if kind == wanted
   ]
+  # These are in the vocabulary already, whose ids they keep.
   backend.add_special_tokens(added(CONTROL_TOKEN))
   backend.add_tokens(added(USER_TOKEN))
   return backend

@@ -179,6 +179,8 @@ class Attention(nn.Module):
     head_dim = config.head_dim
     by_head = lambda y: y.reshape(*y.shape[:2], y.shape[2] // head_dim, head_dim)
     queries, keys, values = _side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
+    # OLMo-2 normalizes the whole projection and Qwen3 each head, both before the
+    # rotation.
     if config.qk_norm == "projection":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
     queries, keys = by_head(queries), by_head(keys)
@@ -188,6 +190,7 @@ class Attention(nn.Module):
       config.head_dim, config.rope_theta, config.rope_scaling
     )
     tree = self.get_variable(TREE, "tree")
+    # Positions count on behind the cached tokens; in a tree they are depths.
     start = tree.positions if tree else self.get_variable(CACHE, "start", 0)
     queries = functional.rotary(queries, frequencies, start)
     keys = functional.rotary(keys, frequencies, start)
@@ -359,6 +362,7 @@ class CausalLM(nn.Module):
       `up` `[B, T, intermediate]`.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
+    # Only where the collection is mutable does `_tap` keep what it sees.
     output, state = decoder_layer.apply(
       {"params": layer_params}, hidden, mutable=[CALIBRATION]
     )

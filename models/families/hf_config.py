@@ -122,6 +122,7 @@ class Family:
           got="none",
           mend="use the config of the model",
         )
+    # Before the class of transformers computes with them.
     check_sizes(values)
     _refuse_quantized(values)
     known = TRANSLATED | self.window.fields | {*NAMES.values(), *self.flags}

@@ -85,6 +85,7 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   tensors = {tensor.name: tensor for tensor in reader.tensors}
   _check_ranges(reader, path)
   with refusing(path, "the metadata of a model converted by llama.cpp"):
+    # What the library found well-formed can still have a value of another kind.
     config = read_config(reader, tensors, dtype=dtype)
     return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
 

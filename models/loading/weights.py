@@ -106,6 +106,7 @@ class Index(pydantic.BaseModel):
 def refuse_pointer(path: pathlib.Path) -> None:
   """Raises a ValueError where a file is the pointer that Git LFS has in its place."""
   with path.open("rb") as file:
+    # Only the beginning: the file may have gigabytes.
     is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
   if is_pointer:
     raise ValueRefusal(
@@ -398,6 +399,7 @@ def save_folder(
   """
   from safetensors.flax import save_file
 
+  # Checked before anything is written.
   expected = parameter_shapes(families.from_hf_config(hf_config))
   leaves = jax.tree_util.tree_leaves_with_path(params)
   tensors = {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}

@@ -140,6 +140,7 @@ class Calibration:
 
   def _take_any(self) -> None:
     """Checks inputs that are any pytree of arrays `[examples, ...]`."""
+    # Host arrays of any dtype: what a module takes need not be integers.
     inputs = jax.tree.map(np.asarray, self.tokens)
     shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
     if len({shape[:1] for shape in shapes}) != 1 or not all(map(math.prod, shapes)):

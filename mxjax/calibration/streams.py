@@ -184,6 +184,7 @@ def advance(
 
 def check_finite(hidden: Chunks, place: str) -> None:
   """Raises FloatingPointError if hidden states leaving `place` are not finite."""
+  # Arguments of a layer that are no floats, such as masks, are always finite.
   leaves = [
     leaf for leaf in jax.tree.leaves(hidden) if jnp.issubdtype(leaf.dtype, jnp.floating)
   ]

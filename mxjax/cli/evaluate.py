@@ -114,6 +114,7 @@ def _evaluate_perplexity(options: argparse.Namespace, packing: Any) -> None:
   shared.fit_lengths(options, subjects.positions_of(options.source))
   evaluation = inputs.evaluation(options)
   is_compared = evaluation.operator_error or evaluation.agreement
+  # A float model is read only to be compared with.
   if options.model is not None and not is_compared:
     raise ValueRefusal(
       "evaluate",

@@ -203,6 +203,7 @@ def _open(folder: pathlib.Path) -> "Source":
   from mxjax.storage.export import Source
 
   manifest = checkpoint.read_manifest(folder)
+  # Its own, whatever that is: an export holds a model as it was built.
   contract = Contract.from_dict(manifest["contract"])
   params, config = checkpoint.restore_checkpoint(folder, contract=contract)
   keys = ("digest", "contract", "contract_hash", "program", "calibration", "extra")
@@ -252,6 +253,7 @@ def _check(
   elif options.format == "dequant":
     dequant.check(params, source.config)
   elif options.format == "transformers":
+    # For its refusals; the tensors are made again when they are written.
     transformers_folder.to_tensors(params)
   return params
 

@@ -76,6 +76,7 @@ def _hurry(options: argparse.Namespace) -> None:
   from mxjax.devices import execution
 
   execution.keep_freed_memory()  # Before XLA's first thread.
+  # A process of several joins the others before any use of JAX.
   if not options.distributed:
     threading.Thread(target=_start_devices).start()
   from mxjax.models.families import hf_config

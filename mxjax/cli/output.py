@@ -25,6 +25,7 @@ from mxjax.run.reporting import Clock, Heartbeat, lines
 STDERR = Console(stderr=True)
 WIDE = 200
 """Columns of a table in a file or a pipe, where no terminal's width limits it."""
+# Whoever sets COLUMNS asks for that width, in a pipe, too.
 _is_limited = sys.stdout.isatty() or "COLUMNS" in os.environ
 STDOUT = Console(width=None if _is_limited else WIDE)
 Begin = Callable[[str], OnProgress]
@@ -105,6 +106,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
   body = []
   if good:
     exact = {f"ppl {k}": f"{v:.2f}" for k, v in good[0]["float_perplexity"].items()}
+    # By definition: the float model does not differ from itself.
     exact |= {"KL, nats": "0", "flips": "0", "bits a weight": "16"}
     exact["size, MiB"] = f"{good[0]['size']['bf16_total'] / 2**20:.4g}"
     body.append(["BF16", *(exact.get(head, "-") for head in heads)])

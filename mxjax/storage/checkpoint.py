@@ -145,6 +145,7 @@ def _check_files(
 
 
 def _check_rules(place: str, params: Mapping[str, Any], contract: Contract) -> None:
+  # In the words of `Contract.activations`.
   form = {True: "mxfp4", False: "float"}
   wrong = [
     f"{path} has {node.rules} and activations={form[node.rounding.is_legal]}"

@@ -26,6 +26,8 @@ class LayerStore(MutableMapping[str, Any]):
 
   def __setitem__(self, name: str, value: Any) -> None:
     if name.startswith("layers_"):
+      # Only the structure stays in memory; without this process the file cannot be
+      # read.
       self._descriptions[name] = write_tree(self._file(name), value)[1]
     else:
       self._resident[name] = value

@@ -67,6 +67,7 @@ def _check_fused(linears: Mapping[str, Any]) -> None:
 
 def _arguments(*, dynamic: bool) -> dict[str, Any]:
   return {
+    # The fields of the library's own preset MXFP4, with which a test compares them.
     "num_bits": 4,
     "type": "float",
     "strategy": "group",

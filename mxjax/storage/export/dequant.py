@@ -87,6 +87,7 @@ def _effective_block(
 
   With `add_bias` all linears get a bias. Also returns their largest relative error.
   """
+  # Recoveries are left out: what they do is folded into the linears below.
   result = {key: node for key, node in block.items() if key not in _FOLDS}
   linears = [part for part in result if part.endswith("_proj")]
   for part in linears:

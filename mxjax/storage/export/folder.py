@@ -100,6 +100,8 @@ def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   # The newer name of `torch_dtype`, which is set below: two names could contradict each
   # other.
   values.pop("dtype", None)
+  # Flags that the float model's config has, and those that a folded recovery has turned
+  # on.
   biases = {
     name: getattr(config, name)
     for name in ("attention_bias", "mlp_bias")
@@ -128,6 +130,8 @@ def _write_tensors(
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_json(folder / weights.INDEX_FILE, index)
+  # Read back by the library that others read it with, and compared with what is in
+  # memory.
   files = {name: weights.open_tensors(folder / name) for name in set(places.values())}
   for key, name in places.items():
     read, expected = files[name].get_tensor(key), np.asarray(tensors[key])
