@@ -73,8 +73,8 @@ def _weighted(queries: jax.Array, parts: Sequence[Part]) -> _Weighted:
   # Over all parts, which are one softmax. It is finite, because every query sees its
   # own key.
   top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
-  # Scaled behind the difference; the scale is positive, so that the maximum stays where
-  # it is.
+  # The scale comes after the difference; it is positive, so that the maximum stays
+  # where it is.
   weights = [jnp.exp((s - top) * scale) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
   outputs = sum(

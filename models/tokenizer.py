@@ -255,6 +255,7 @@ class Tokenizer:
     tokens, types = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
     backend = _byte_level_bpe(tokens, get("tokenizer.ggml.merges"), types)
     bos_id = get("tokenizer.ggml.bos_token_id")
+    # The prefix that the model's own tokenizer adds, which `prefix_ids` finds.
     if bos_id is not None and get("tokenizer.ggml.add_bos_token"):
       from tokenizers import processors
 
@@ -267,6 +268,8 @@ class Tokenizer:
       for name in get("tokenizer.chat_templates", [])
     }
     default = get("tokenizer.chat_template")
+    # A single template stays a text, as transformers has it; several are a dict by
+    # name.
     templates = named | ({"default": default} if default else {})
     return cls.from_backend(
       backend,

@@ -350,6 +350,7 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   rope: dict[str, Any] = values["rope_parameters"]
   theta: Any = rope.get("rope_theta")
   kind, partial = rope.get("rope_type"), rope.get("partial_rotary_factor")
+  # Models whose layers are of several kinds have a dict of fields for each kind.
   nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
   if nested or kind not in ("default", "llama3") or partial not in (None, 1):
     raise NotImplementedRefusal(
@@ -361,6 +362,8 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       mend="choose a checkpoint whose rotary frequencies are not changed so: with "
       "others every logit would be another",
     )
+  # A field that this type does not read was meant for another type, and would be
+  # ignored in silence.
   read = ROPE_READ | (set(ROPE_NAMES.values()) if kind == "llama3" else set())
   unread = [f"{k}={v!r}" for k, v in rope.items() if k not in read and v is not None]
   if unread:

@@ -263,6 +263,7 @@ def _refuse_unread(reader: "GGUFReader", config: ModelConfig) -> None:
   Some of these leave them unchanged at one value, that of the plain architecture.
   """
   plain = {
+    # `read_config` counts the rows of the embedding; here both must agree.
     "llama.vocab_size": config.vocab_size,
     "llama.rope.dimension_count": config.head_dim,
     "llama.attention.value_length": config.head_dim,

@@ -80,6 +80,7 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
     audit.faults.append(str(error))
     return audit
   contract = _read_contract(manifest, audit)
+  # The manifest against the folder: what is changed, and what nobody lists.
   files = manifest["files"]
   audit.counts["files"] = len(files)
   damage = [f"file {text}." for text in damaged_files(folder, files, verify=True)]
@@ -96,6 +97,7 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
     else:
       audit.counts["arrays"] = len(manifest["arrays"])
       _check_model(params, config, contract, manifest, audit, seed)
+  # What lies beside the checkpoint is audited even if that is damaged.
   if outer != folder:
     _check_output_folder(outer, manifest, audit)
   return audit

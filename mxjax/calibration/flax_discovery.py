@@ -176,10 +176,12 @@ def plan(
   dense, calls = _trace(run, is_layer, modules, params, example)
   if layers:
     _check_chain(calls, layers, dense)
+  # The first rule that matches a path decides on it.
   rule_of = {
     one.path: next((rule for rule in rules if re.fullmatch(rule, one.path)), None)
     for one in dense
   }
+  # One plan for all layers, by paths inside a layer: so they must be taken alike.
   prefixes = [f"{call.path}/" for call in calls] or [""]
   parts = [_inside(prefix, dense, rules, rule_of) for prefix in prefixes]
   for prefix, part in zip(prefixes, parts, strict=True):
@@ -195,6 +197,8 @@ def plan(
   useless = [
     rule
     for rule, method in rules.items()
+    # A rule with None takes nothing on purpose; any other that does is a slip of its
+    # author.
     if method and not any(rule_of[path] == rule for path in taken)
   ]
   if useless or not taken:

@@ -144,7 +144,6 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.storage.export import card, features
   from mxjax.storage.export.folder import MANIFEST
 
-  # All refusals come before the measuring, which takes long.
   out = atomic_io.check_output(options.out)
   dropped = features.parse(options.drop)
   folder = subjects.checkpoint_folder(options.checkpoint)
@@ -153,6 +152,8 @@ def run(options: argparse.Namespace) -> None:
   # Features that the format cannot hold are rejected before anything is measured.
   params = _check(options, dropped, source)
   record: dict[str, Any] = {"dropped": list(dropped)}
+  # Measured before it is written, so that the folder's manifest and card say what the
+  # export lost.
   if options.windows:
     tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
     tokens = inputs.test_windows(options, options.data, tokenizer)

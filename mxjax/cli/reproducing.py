@@ -22,6 +22,7 @@ FOLDER = "discovery"
 
 def run(options: argparse.Namespace) -> int:
   """Makes tables of studies, of builds or of both; returns 1 if something failed."""
+  # Two makers share one list of tables: studies here, builds in `reproduce`.
   names = texts.split(options.tables)
   asked = [name for name in names if name in PAPER_STUDIES]
   if names == ["all"] and options.studied:

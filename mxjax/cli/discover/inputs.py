@@ -44,6 +44,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   Raises:
     ValueError: What was chosen is not complete.
   """
+  # The task, with what `--task-options` says and options of its own.
   spec = {**task_spec(options.task), **_task_options(options.task_options)}
   if options.task in tasks.WORLDS:
     # A world of its own for each seed, unless the task's options name one.
@@ -63,6 +64,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
       mend="leave it out, or use --task ptq",
     )
   spec |= given
+  # The search: what the arm changes wins over these options.
   config = {
     "seed": options.seed,
     "budget": options.budget,

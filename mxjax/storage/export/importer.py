@@ -51,6 +51,7 @@ def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
   }
   checks = expected.items()
   wrong = [f"{k} {got!r}, not {want!r}" for k, (got, want) in checks if got != want]
+  # None is W4A16; whatever rounds inputs must round them as the A4 rule here can.
   if inputs := group.get("input_activations"):
     keys = ("num_bits", "type", "group_size", "dynamic")
     got = tuple(inputs.get(key) for key in keys)
