@@ -397,6 +397,8 @@ def _cached(
   # The last program may run too many steps: another number would compile again.
   programs = -(-steps // at_once)
   if programs:
+    # Once for all programs: each growth copies the cache, and each capacity is another
+    # program.
     state = with_room(state, programs * at_once)
   for _ in range(programs):
     if choice.ends is not None and np.asarray(state.is_done).all():
@@ -606,6 +608,7 @@ def decode(
     raise ValueRefusal("decode", expected="steps >= 1", got=steps)
   roomy = with_room(state, steps)
   assert roomy.longest is not None
+  # The newest token is not in the cache yet.
   length, limit = roomy.longest + 1 + steps, model.config.max_positions
   if length > limit and not may_overrun:
     raise ValueRefusal("decode", expected=f"at most {limit} positions", got=length)
@@ -732,6 +735,7 @@ def _run_head(
   rows have ended.
   """
   if places is not None:
+    # One position of each row goes through the head, the widest product of a model.
     at = jnp.asarray(places)[:, None, None]
     hidden = jnp.take_along_axis(hidden, at, axis=1, mode="clip")
   logits = model.logits(params, hidden)[:, 0]

@@ -111,6 +111,7 @@ def plan(
     )
   sizes = _sizes(config, linears, contract.block_size)
   tokens, layers_packed = sequences * length, sizes["packed_total"] - sizes["rest"]
+  # Sequences are shared by all devices, so that each has its part of the tokens.
   memory = _memory(
     config,
     linears,

@@ -209,6 +209,7 @@ class LinearInputs:
   @property
   def fold_tokens(self) -> tuple[int, int]:
     """Numbers of tokens in the even and in the odd sequences (reading A6)."""
+    # From 0: of an odd number of sequences, the even fold has one more.
     odd = self.sequences // 2
     return (self.sequences - odd) * self.length, odd * self.length
 

@@ -169,6 +169,7 @@ class OutputGradients:
     return (
       self._folder is not None
       and all(self._file(f"leaving-{index}").is_file() for index in range(layers))
+      # Another chunk size would pair these gradients with other sequences.
       and [part.shape[:2] for part in self.leaving(0)] == chunks
       # Releases before this dtype may have filled a shared store.
       and self.leaving(0)[0].dtype == STORED

@@ -133,6 +133,7 @@ class Reductions(dict[str, jax.Array]):
     self._folder = folder
 
   def __missing__(self, name: str) -> jax.Array:
+    # Read once: `dict` has it from then on.
     file = self._folder / f"{name}.safetensors"
     if not file.is_file():
       raise KeyError(name)

@@ -173,6 +173,8 @@ class _Folder:
 
   def mkdir(self, **_: Any) -> None:
     """Opens the folder, unless it is for GPUs alone and there is none."""
+    # Asked only here: JAX opens its cache at the first program, when devices have been
+    # started.
     if self._for_gpus and jax.default_backend() != "gpu":
       return
     try:

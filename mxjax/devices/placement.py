@@ -74,6 +74,7 @@ class Placement:
       ValueError: On a mesh, the sequences do not divide over the devices, or `chunk`
         was set as well.
     """
+    # True would pass for the number 1.
     if isinstance(chunk, bool) or not isinstance(chunk, Integral) or chunk < 1:
       raise ValueRefusal(
         "quantize", expected="a chunk of 1 sequence or more", got=chunk

@@ -245,6 +245,7 @@ def _tune(
   # What the layers' passes freed has other sizes than what the steps allocate.
   execution.trim_malloc(execution.LARGE_BYTES)
   with report.clock.stage("tuning"):
+    # Tuning works on one device; a mesh has the layers by rows.
     quantized = setup.placement.on_primary(outcome.params)
     tuned, record = distill_scales(setup, quantized, folder, report)
     for name, layer in tuned.items():

@@ -57,6 +57,7 @@ def _written(value: Any) -> str:
     value = ", ".join(f"{key} {_written(one)}" for key, one in value.items())
   elif isinstance(value, list | tuple):
     value = ", ".join(map(_written, value)) or "none"
+  # A bar or a line break would end the cell.
   return " ".join(str(value).replace("|", "\\|").split())
 
 
