@@ -166,7 +166,7 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
       tensors |= {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}
   if (folder / weights.SINGLE_FILE).is_file():
     return tensors
-  # A cut shard can lack tensors and be well-formed; only the index tells of them.
+  # The files alone do not tell which tensors there should be; the index does.
   weight_map = weights.read_index(folder)
   if absent := sorted(weight_map.keys() - tensors.keys()):
     raise ValueRefusal(
