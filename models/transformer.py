@@ -1,4 +1,4 @@
-"""The decoder as linen modules: the only file that imports flax.
+"""The decoder as linen modules: the only file of the ports that imports flax.
 
 Parameter names are nested Hugging Face names:
 `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`.

@@ -143,7 +143,11 @@ class Calibration:
     # Host arrays of any dtype: what a module takes need not be integers.
     inputs = jax.tree.map(np.asarray, self.tokens)
     shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
-    if len({shape[:1] for shape in shapes}) != 1 or not all(map(math.prod, shapes)):
+    if (
+      len({shape[:1] for shape in shapes}) != 1
+      or not all(map(math.prod, shapes))
+      or () in shapes
+    ):
       raise ValueRefusal(
         "Calibration",
         expected="arrays with examples on their first axis, equally many and at "

@@ -187,7 +187,7 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
   writing += [] if number > 1 or state["prepared"] else ["prepared/"]
   odd, new = [], []
   for name in names:
-    if not re.match(_PATTERN, name):
+    if not re.fullmatch(_PATTERN, name):
       odd += [] if _is_scratch(name) else [name]
     elif not name.startswith("gradients/") and name not in state["removable"]:
       (new if name.startswith(tuple(writing)) else odd).append(name)

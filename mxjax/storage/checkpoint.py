@@ -140,7 +140,7 @@ def _check_files(
       f"restore_checkpoint: {folder}",
       expected=f"the {len(entries)} files that {MANIFEST} lists",
       got=f"damage: {'; '.join(damage)}",
-      mend="copy the checkpoint again, or quantize anew",
+      mend=MEND,
     )
 
 
@@ -337,7 +337,7 @@ def restore_checkpoint(
         f"restore_checkpoint: {folder}",
         expected=f"arrays with the shape and SHA-256 that {MANIFEST} states",
         got=f"others in {len(damaged)} of {len(arrays)}: {', '.join(damaged)}",
-        mend="copy the checkpoint again, or quantize anew",
+        mend=MEND,
       )
   with refusing(folder / MANIFEST, "nodes and arrays of a checkpoint", MEND):
     params = tree_io.unpack(manifest["nodes"], arrays)

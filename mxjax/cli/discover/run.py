@@ -1,4 +1,4 @@
-"""`mxjax discover plan | run | resume`: one search, and what it will cost."""
+"""`mxjax discover plan | run | resume | close`: one search, and what it will cost."""
 
 import argparse
 import dataclasses

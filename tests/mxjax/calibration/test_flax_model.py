@@ -388,6 +388,7 @@ def test_a_bare_module_is_told_what_it_lacks(batch):
     [
       (lambda: mxjax.apply(Encoder(), {"embed": {}}, batch), "module.apply", "embed"),
       (lambda: mxjax.Calibration(model, cut), "examples on their first axis"),
+      (lambda: mxjax.Calibration(model, np.float32(1.0)), "got the shapes"),
     ]
   )
 
