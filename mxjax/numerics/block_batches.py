@@ -31,6 +31,8 @@ def batch_size(blocks: int, nbytes: int) -> int:
 
   `nbytes` is the size of one block.
   """
+  # Parts of one size, because `lax.map` compiles its body for one shape. Two blocks at
+  # least, see `BATCH_BYTES` and `LISTED_AT_ONCE`.
   most = max(2, BATCH_BYTES // max(nbytes, 1))
   sizes = [n for n in range(2, min(most, blocks) + 1) if blocks % n == 0]
   return max(sizes, default=blocks)
@@ -78,6 +80,7 @@ def map_listed_blocks(
     places = jax.lax.dynamic_slice(order, (turn * size,), (size,))
     return result.at[places].set(function(*(array[places] for array in arrays)))
 
+  # The number of turns is known to the device alone, so there is one program for all.
   turns = (count + (size - 1)) // size
   zeros = jnp.zeros(blocks, jnp.float64)
   return jax.lax.fori_loop(jnp.int32(0), turns, add, zeros)

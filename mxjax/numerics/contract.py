@@ -82,12 +82,16 @@ class Contract:
   @classmethod
   def from_dict(cls, values: dict[str, Any]) -> "Contract":
     """Builds a contract from the result of `to_dict`."""
+    # From JSON the targets are a list, which the check refuses. A dict without
+    # `activations` is of W4A4, the default.
     rules = mxfp4.Rules(**values["rules"])
     return cls(**{**values, "rules": rules, "targets": tuple(values["targets"])})
 
   @property
   def hash(self) -> str:
     """SHA-256 of the canonical JSON form, as hex."""
+    # Keys sorted and separators given, so that neither the order of the fields nor a
+    # default of `json` is part of the hash.
     text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -98,9 +98,12 @@ def encode(x: jax.Array) -> ScaledE4M3:
   # Below 2^-6 values are multiples of 2^-9, and the code counts them.
   small = jnp.abs(scaled)
   subnormal = jnp.round(small * 2.0**9).astype(jnp.int32)
+  # What rounds up to 8 has the code 8, that of 2^-6, so the two branches meet.
   code = jnp.where(small < 2.0**-6, subnormal, normal)
+  # By the sign bit, so that -0.0 keeps it.
   code |= jnp.where(float_bits.bits(wide) < 0, 0x80, 0)
   is_finite = largest < 0x7F800000
+  # 0x7F is NaN in E4M3FN.
   code = jnp.where(is_finite[..., None], code, 0x7F)
   scales = jnp.where(is_finite, scales, _NAN)
   return ScaledE4M3(code.astype(jnp.uint8), scales.astype(jnp.uint8))

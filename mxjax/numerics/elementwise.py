@@ -19,6 +19,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   """
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  # Rounded before the gain as well as after it, as LlamaRMSNorm of transformers does.
   normal = rounded((wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype))
   scale = weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
   return rounded(normal * scale)

@@ -24,6 +24,7 @@ def register_dataclass(cls: Class) -> Class:
   A static field is JSON-ready, or a dataclass like its default.
   """
   pytree_nodes.register(cls)
+  # JSON does not name the class of a nested dataclass, so it is that of the default.
   defaults = [f.default for f in dataclasses.fields(cls) if f.metadata.get("static")]
   is_nested = [dataclasses.is_dataclass(default) for default in defaults]
 
@@ -73,12 +74,15 @@ def _run(*arrays: jax.Array, kernel: Any, reference: Any, options: Any) -> jax.A
 def _result(*avals: Any, kernel: Any, reference: Any, options: Any) -> Any:
   del kernel
   shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+  # Of the reference, because tracing a kernel compiles it.
   result = jax.eval_shape(functools.partial(reference, **dict(options)), *shapes)
   return jax.core.ShapedArray(result.shape, result.dtype)
 
 
 def _batch(arrays: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
   """Runs the elements of a batch one after the other."""
+  # Kernels read operands of a fixed rank and know no axis of a batch. Operands without
+  # that axis are the same for every element.
   mapped = {i: axis for i, axis in enumerate(axes) if axis is not None}
   stacked = {i: jnp.moveaxis(arrays[i], axis, 0) for i, axis in mapped.items()}
 
@@ -91,6 +95,7 @@ def _batch(arrays: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
 def _lower(
   context: Any, *operands: Any, kernel: Any, reference: Any, options: Any
 ) -> Any:
+  # Decided where the program is lowered, because a trace does not know what it is for.
   is_export = context.module_context.lowering_parameters.for_export
   run = functools.partial(reference if is_export else kernel, **dict(options))
   return mlir.lower_fun(run, multiple_results=False)(context, *operands)

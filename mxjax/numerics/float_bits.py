@@ -37,6 +37,7 @@ def bits(x: jax.Array) -> jax.Array:
 def magnitude_bits(x: jax.Array) -> jax.Array:
   """Returns the bits of |x|: integers ordered like the magnitudes."""
   integer = float_format(x).integer
+  # All bits but the sign. inf and NaN come after every finite number in this order.
   return bits(x) & integer(np.iinfo(integer).max)
 
 
@@ -47,8 +48,12 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
   2^-124 can then vanish in arithmetic, but never in a payload, because `decode` is
   exact.
   """
+  # From bits, because `jnp.exp2` misses most integer powers in the last bit on XLA:CPU.
   field = (exponent.astype(jnp.int32) + 127) << 23
+  # An exponent field of zero has no implicit one: half of 2^-126 is its highest
+  # mantissa bit.
   subnormal = jnp.where(exponent == -127, jnp.int32(1 << 22), field)
+  # 128 marks a block with inf or NaN (`mxfp4.block_exponent`): all of it becomes NaN.
   return lax.bitcast_convert_type(
     jnp.where(exponent > 127, jnp.int32(0x7FC00000), subnormal), jnp.float32
   )

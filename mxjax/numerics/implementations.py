@@ -112,6 +112,8 @@ def target() -> Target:
   """
   abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
   if abstract is not None:
+    # An abstract device has a kind and a number of cores, but no compute capability: a
+    # device of that kind, described or present, knows it.
     if abstract.device_kind in _described:
       return _described[abstract.device_kind]
     for device in jax.local_devices():
@@ -123,6 +125,7 @@ def target() -> Target:
   default = config.jax_default_device
   if default is None:
     return target_of(jax.local_devices()[0])
+  # JAX takes the name of a platform, too, such as `cpu`.
   is_name = isinstance(default, str)
   return target_of(jax.local_devices(backend=default)[0] if is_name else default)
 
@@ -136,6 +139,7 @@ def target_for(x: jax.Array) -> Target:
   """Returns the target of an operation on an array; `target()` if it is traced."""
   if isinstance(x, jax.core.Tracer):
     return target()
+  # All devices of one array are of one platform.
   return target_of(next(iter(x.devices())))
 
 
@@ -204,6 +208,7 @@ def choose(
     "xla": None,
     "native": native or (None if is_cpu else needs_cpu),
     "pallas": pallas or on.obstacle(capability),
+    # Interpreting needs no GPU, but arguments that the kernel knows.
     "interpret": pallas,
   }
   if implementation is None:
@@ -211,6 +216,7 @@ def choose(
     obstacle = obstacles[fastest]
     if obstacle is None:
       return "xla" if fastest in slower else fastest
+    # What has no kernel on this platform cannot fall back from it.
     if obstacle not in (_NO_CPU_KERNEL, _NO_GPU_KERNEL) and place not in _told:
       _told.add(place)
       level = logging.INFO if is_cpu else logging.WARNING

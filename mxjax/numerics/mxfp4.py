@@ -101,11 +101,17 @@ def block_exponent(
   int32 in [-127, 127], or 128 where the block has inf or NaN.
   """
   form = float_bits.float_format(x)
+  # Of integers: inf and NaN win against every finite value, and XLA:CPU takes several
+  # times as long for a maximum of floats.
   largest = jnp.max(float_bits.magnitude_bits(x), axis=axis)
   field = largest >> form.integer(form.mantissa_bits)
   mantissa = largest & form.integer((1 << form.mantissa_bits) - 1)
   half = form.integer(1 << (form.mantissa_bits - 1))
+  # A field of zero is that of all subnormals, whose exponents are clipped at -127
+  # anyway.
   exponent = field.astype(jnp.int32) - form.bias
+  # The largest element, 6 = 1.5 x 2^2, has the exponent 2, hence E - 2. `even` takes
+  # the next power of two from 1.75 = 7 / 4 on, `rceil` above 1.5 = 6 / 4.
   if rules.scale_rule == "floor":
     exponent -= 2
   elif rules.scale_rule == "even":
@@ -113,6 +119,7 @@ def block_exponent(
   elif rules.scale_rule == "rceil":
     exponent += jnp.where(mantissa > half, -1, -2).astype(jnp.int32)
   clipped = jnp.clip(exponent, -127, 127)
+  # The exponent field of inf and NaN has all bits set.
   finite = field < form.integer(2 * form.bias + 1)
   return jnp.where(finite, clipped, jnp.int32(128))
 
@@ -125,6 +132,9 @@ def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
   for index in range(7):
     middle = (values[index] + values[index + 1]) / 2
     nearest = dtype.type(float(middle))
+    # A tie between an even index and the next stays below under `even`: the next code
+    # begins at the first number above the midpoint. From an odd index it goes up under
+    # both.
     strictly_above = rules.tie_rule == "even" and index % 2 == 0
     exact = fractions.Fraction(float(nearest))
     if exact < middle or (exact == middle and strictly_above):
@@ -142,7 +152,9 @@ def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
   form = float_bits.float_format(x)
   bits = float_bits.magnitude_bits(x)
   shift = exponent.astype(form.integer) << form.integer(form.mantissa_bits)
+  # A difference below zero is less than every threshold, so its code is zero, too.
   scaled = bits - shift
+  # A subnormal of float64 is far below a quarter of every scale, where code 1 begins.
   if form.mantissa_bits == 23:
     # Above 2^-100 no subnormal reaches a nonzero code: the clamp prevents overflow.
     mantissa_shift = (jnp.minimum(exponent, -100) + 149) << 23
@@ -172,12 +184,16 @@ def nearest_codes(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
   """Returns the nearest codes 0..15 at given exponents; see `magnitude_index`."""
+  # `x < 0` would miss the sign of -0.0, which the code keeps.
   sign = jnp.signbit(x).astype(jnp.int32)
   return magnitude_index(x, exponent, rules) | (sign << 3)
 
 
 def magnitude(index: jax.Array) -> jax.Array:
   """Returns the float32 magnitude of an index 0..7, built from bits without a table."""
+  # E2M1 has the exponent bias 1 and one mantissa bit, so from index 2 on the field is
+  # 127 - 1 + index // 2. Indices 0 and 1, the value 0 and the subnormal .5, have no
+  # exponent.
   exponent_field = (126 + (index >> 1)) << 23
   normal = lax.bitcast_convert_type(exponent_field | ((index & 1) << 22), jnp.float32)
   return jnp.where(index >= 2, normal, 0.5 * index.astype(jnp.float32))
@@ -239,6 +255,8 @@ def check_width(place: str, features: int) -> None:
 
 def pack(codes: jax.Array) -> jax.Array:
   """Packs codes `[..., d]` in 0..15 to uint8 `[..., d/2]`, even column low."""
+  # A sum over pairs, because XLA:CPU takes several times as long for slices of every
+  # second byte.
   shape = *codes.shape[:-1], codes.shape[-1] // 2, 2
   pairs = codes.astype(jnp.int32).reshape(shape)
   weights = jnp.array([1, 16], jnp.int32).reshape((1,) * (pairs.ndim - 1) + (2,))
@@ -284,6 +302,7 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 def without_gradient(x: jax.Array) -> jax.Array:
   """Returns `x`; differentiating what is computed from it raises a TypeError."""
+  # Differentiation always traces, so other calls need no wrapper.
   return _no_gradient(x) if isinstance(x, jax.core.Tracer) else x
 
 
@@ -299,6 +318,7 @@ def check_finite(x: jax.Array, encoded: MXTensor) -> None:
   if isinstance(encoded.scales, jax.core.Tracer):
     return
   if bad := int((np.asarray(encoded.scales) == NOT_FINITE).sum()):
+    # Only for the message: a call without errors reads one byte for each block.
     values = np.asarray(x).astype(np.float64)
     raise ValueRefusal(
       "mxfp4.encode",
@@ -318,6 +338,7 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   """
   x = without_gradient(jnp.asarray(x))
   check_encodable(x)
+  # The narrower floats are exact in float32.
   is_wide = x.dtype in (jnp.float32, jnp.float64)
   tensor = _encode(x if is_wide else x.astype(jnp.float32), rules)
   check_finite(x, tensor)
@@ -339,6 +360,8 @@ def decode(tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.
   blocks = codes.reshape(shape)
   exponent = tensor.scales.astype(jnp.int32)[..., None] - SCALE_BIAS
   index = blocks & 7
+  # Scaled by adding to the exponent field, as in `magnitude`: a product could flush a
+  # subnormal value to zero.
   field = jnp.where(index >= 2, 126 + (index >> 1), 126) + exponent
   mantissa = jnp.where(index >= 2, (index & 1) << 22, 0)
   # Below the normal range the implicit leading one becomes an explicit, shifted bit.

@@ -51,6 +51,8 @@ def rounded(x: jax.Array) -> jax.Array:
   """
   if x.dtype != jnp.bfloat16:
     return x
+  # The exponent and mantissa bits of bfloat16. XLA keeps this operation, where it may
+  # leave out a conversion to bfloat16 and back.
   wide = jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
   return wide.astype(x.dtype)
 

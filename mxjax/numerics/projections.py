@@ -19,6 +19,7 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
     >>> project_zero_sum_box(jnp.array([3.0, 0.0, 0.0]), 0.5).tolist()
     [0.5, -0.25, -0.25]
   """
+  # Every kink against every entry: [..., 2n, n] before the sum.
   kinks = jnp.sort(jnp.concatenate([x - bound, x + bound], axis=-1), axis=-1)
   sums = jnp.clip(x[..., None, :] - kinks[..., :, None], -bound, bound).sum(-1)
   # All z are at `bound` at the first kink and at `-bound` at the last, so the sign
@@ -31,6 +32,8 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
 
   sum_left, sum_right = take(sums, left), take(sums, left + 1)
   kink_left, kink_right = take(kinks, left), take(kinks, left + 1)
+  # The sums are equal only for a bound of zero, that is a condition number of 1, where
+  # every shift gives zeros. The division must not make them NaN.
   drop = jnp.where(sum_left > sum_right, sum_left - sum_right, 1)
   shift = kink_left + sum_left * (kink_right - kink_left) / drop
   return jnp.clip(x - shift, -bound, bound)
@@ -50,6 +53,8 @@ def project_zero_sum_box_bisection(
   def halve(_: int, bracket: Any) -> Any:
     low, high = bracket
     middle = 0.5 * (low + high)
+    # The sum falls as the shift grows. It is never negative at `low`, nor positive at
+    # `high`.
     too_low = jnp.clip(x - middle, -bound, bound).sum(-1, keepdims=True) > 0
     return jnp.where(too_low, middle, low), jnp.where(too_low, high, middle)
 

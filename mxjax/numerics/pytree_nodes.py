@@ -44,6 +44,8 @@ def register(cls: Class, *, dropped: Sequence[str] = ()) -> Class:
   def build(values: tuple[Any, ...], parts: Iterable[Any]) -> Any:
     return cls(**dict(zip(names, (*parts, *values), strict=True)))
 
+  # Flattening without keys is given apart: every call needs it, keys only names in
+  # messages and paths.
   jax.tree_util.register_pytree_with_keys(cls, with_keys, build, without_keys)
   return cls
 

@@ -11,6 +11,8 @@ import jax
 from mxjax.numerics import mxfp4
 
 
+# A rule of its own, because the encoder works on bits, through which no gradient
+# passes.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_blocks(
   blocks: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES

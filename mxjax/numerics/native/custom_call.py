@@ -82,6 +82,7 @@ def _add(address: Value, number: int, ordering: str) -> Value:
 
 def _write_leave(module: ir.Module) -> None:
   code, (state,) = _begin(module, "leave", ir.VoidType(), POINTER)
+  # Whoever takes the count to zero frees what the others used before they left.
   users = _add(state.after(_USERS), -1, "acq_rel")
   with code.if_then(users.equals(1).raw):
     _call(state, "free")
@@ -91,15 +92,19 @@ def _write_leave(module: ir.Module) -> None:
 def _write_work(module: ir.Module, name: str, part: Part) -> None:
   """Emits a loop that takes parts until none is left."""
   code, (state,) = _begin(module, f"{name}.work", ir.VoidType(), POINTER)
+  # A helper may begin after the call has ended. It then finds no part left, and leaves
+  # without reading the frame, which is gone.
   parts = state.after(_PARTS).load(I64, 8)
   frame = state.after(_FRAME).load(POINTER, 8)
   take, some, none = (code.append_basic_block(b) for b in ("take", "some", "none"))
   code.branch(take)
   code.position_at_end(take)
+  # Each index is given once; nothing is read by way of it, so no order is needed.
   index = _add(state.after(_NEXT), 1, "monotonic")
   code.cbranch((index < parts).raw, some, none)
   code.position_at_end(some)
   part(frame, index)
+  # Whoever sees this count, by the acquire in `_wait`, sees the part's results.
   _add(state.after(_FINISHED), 1, "release")
   code.branch(take)
   code.position_at_end(none)
@@ -137,7 +142,9 @@ def _fill(record: Value, *fields: Value) -> None:
 def _hire(api: Value, frame: Value, state: Value, task: Value) -> None:
   """Asks the pool for one helper; without a pool, the call goes on without one."""
   code = api.code
+  # Counted before it is asked for: it may leave before the request returns.
   _add(state.after(_USERS), 1, "monotonic")
+  # Size, extension and three fields of eight bytes.
   record = room(code, 40)
   _fill(record, frame.after(_CONTEXT).load(POINTER, 8), task, state)
   error = _ask(api, _POOL_SCHEDULE, record)
@@ -151,6 +158,7 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
   """Emits the entry point, which reports its version on request or runs the kernel."""
   code, (frame,) = _begin(module, name, POINTER, POINTER)
   null = ir.Constant(POINTER, None)
+  # XLA first calls a kernel for its version, with an extension and without operands.
   extension = frame.after(_EXTENSION).load(POINTER, 8)
   with code.if_then(code.icmp_unsigned("!=", extension.raw, null)):
     metadata = extension.after(_METADATA).load(POINTER, 8)
@@ -162,6 +170,7 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
   api = frame.after(_API).load(POINTER, 8)
   task = frame.of(_function(module, f"{name}.help", ir.VoidType(), POINTER))
   for helper in range(helpers):
+    # The caller takes a part, so helpers beyond the other parts would find none.
     with code.if_then((constant(code, I64, helper + 1) < parts).raw):
       _hire(api, frame, state, task)
   _call(state, f"{name}.work")
@@ -172,6 +181,7 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
 
 def _new_state(frame: Value, parts: Value) -> Value:
   """Allocates the shared state of one call, with one user and no part taken."""
+  # Not on the stack, because a late helper reads it after the call has returned.
   allocate = _function(frame.code.module, "malloc", POINTER, I64)
   size = ir.Constant(I64, _STATE_BYTES)
   state = frame.of(frame.code.call(allocate, [size]))
@@ -199,6 +209,7 @@ def _wait(state: Value, parts: Value) -> None:
 
 def multiplies_and_adds_at_once() -> bool:
   """Returns whether the processor has fused multiply-add, which old x86 ones lack."""
+  # Without the instruction, LLVM calls a function of the C library for each one.
   features = llvm.get_host_cpu_features()
   return platform.machine() not in ("x86_64", "AMD64") or bool(features.get("fma"))
 
@@ -220,6 +231,7 @@ def compile_module(source: str, names: Iterable[str]) -> dict[str, int]:
   engine: Any = llvm.create_mcjit_compiler(module, machine)
   engine.finalize_object()
   addresses = {name: engine.get_function_address(name) for name in names}
+  # Otherwise the code is freed together with the engine.
   engine.detach()
   return addresses
 

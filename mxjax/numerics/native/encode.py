@@ -24,6 +24,7 @@ WORTH_IT = 2**20
 VALUES_A_PART = 2**19
 NOT_FINITE_BITS = 0x7F800000
 
+# The bias is float32's 127 and the exponent of the largest element, 6 = 1.5 x 2^2.
 SCALE_RULES = {"floor": (0, 129), "even": (1 << 21, 129), "rceil": ((1 << 22) - 1, 129)}
 """Scale rule to the carry and bias of `encode_kernel.write`. The smallest mantissa that
 the carry pushes into the exponent field is the first that takes the next exponent."""
@@ -83,12 +84,14 @@ def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | No
   parts = max(1, x.size // VALUES_A_PART)
   edges = [blocks * i // parts for i in range(parts + 1)]
   largest = [0] * parts
+  # Shared by the threads: Python's lock gives each number to one of them.
   left = iter(range(parts))
 
   def work() -> None:
     # A free thread takes the next part, because a thread that was asleep starts late.
     for i in left:
       first, count = edges[i], edges[i + 1] - edges[i]
+      # A block has 128 bytes of values, 16 of codes and one of scale.
       starts = values_at + 128 * first, codes_at + 16 * first, scales_at + first
       largest[i] = function(*starts, count, carry, bias) if count else 0
 

@@ -46,6 +46,7 @@ def write() -> ir.Module:
   takes = ir.FunctionType(I32, [POINTER] * 3 + [I64, I32, I32])
   function = ir.Function(module, takes, "encode")
   for address in function.args[:3]:
+    # Lets LLVM load values past the stores of codes before them.
     address.add_attribute("noalias")
   code = ir.IRBuilder(function.append_basic_block("entry"))
   x, codes, scales, blocks, carry, bias = (Value(code, a) for a in function.args)
@@ -95,16 +96,21 @@ def _scaled(bits: Value, shift: Value) -> Value:
     converted = mantissa - (shift + (149 << _MANTISSA)).spread()
     return where(size < (1 << _MANTISSA), converted, normal)
 
+  # A branch, because above an exponent of -100 a subnormal's code is zero without the
+  # conversion.
   return either(shift < (-100 << _MANTISSA) + 1, with_subnormals, normal)
 
 
 def _packed_codes(bits: Value, shift: Value) -> Value:
   """Returns the packed nearest codes of a block; ties go to the larger magnitude."""
+  # From .25 = 2^(125 - 127) up, four steps in an exponent by two mantissa bits.
   quarters = (_scaled(bits, shift) - (125 << _MANTISSA)).signed_shift(21)
+  # A byte holds it after the clamps, which pass no threshold; 32 bytes compare at once.
   steps = quarters.call("smax", -128).call("smin", 127).narrow(BYTES)
   one = constant(bits.code, BYTES, 1)
   index = where(bits < 0, constant(bits.code, BYTES, 8), 0)
   for threshold in _THRESHOLDS:
     index += where(steps >= threshold, one, 0)
+  # In little-endian order the even code is the low byte of a pair.
   pairs = index.reinterpreted(_PAIRS)
   return (pairs | (pairs >> 4)).narrow(_PACKED)

@@ -108,6 +108,8 @@ def _write_tile(
     _change(tile, gram, scale, product, _best(tile, gram, scale))
     return []
 
+  # The last change is made as results are stored, because no slope is read after it.
+  # `repeat` would run once for zero turns, too.
   if changes > 1:
     repeat(constant(code, I64, 0), changes - 1, turn)
   coordinate, value = _best(tile, gram, scale)

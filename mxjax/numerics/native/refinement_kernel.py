@@ -116,6 +116,8 @@ def nearest_element(x: Value, shift: Value, low_shift: Value) -> Value:
   size = x.bits() & _SIZE
   mantissa = size.rounded_to_float().bits() - low_shift
   scaled = where(size < (1 << _MANTISSA), mantissa, size - shift)
+  # Half a step up, then down to whole steps: a tie goes away from zero, and a carry out
+  # of the mantissa is the next exponent.
   from_one = ((scaled + _HALF_A_STEP) & _WHOLE_STEPS).call("smin", _SIX)
   half = where(scaled >= _QUARTER, scaled.same(_HALF), 0)
   below = where(scaled >= _THREE_QUARTERS, scaled.same(_ONE), half)
@@ -177,6 +179,7 @@ def encode_tile(tile: Tile, carry: int = 0) -> Value:
     return [largest.call("smax", row_at(tile.x, i).load(INTS, 64) & _SIZE)]
 
   (largest,) = repeat(zero, BLOCK, larger, constant(code, INTS, 0))
+  # What is not finite may overflow here; its scale is replaced below.
   shift, low_shift, scale = scales(block_exponent(largest, carry))
   # The scale of a block that is not finite is NaN.
   nan = largest.same(_NAN).floats()
@@ -287,6 +290,7 @@ def part(
 
   def write(frame: Value, index: Value) -> None:
     code = frame.code
+    # 20 KiB, which every tile of the part uses again.
     cache = room(code, len(Tile._fields) * TILE_BYTES)
     tokens, strips = dimension(frame, 0, 2), _strips(frame)
     block, strip = index / strips, index % strips
@@ -300,6 +304,7 @@ def part(
     x_block = x.after(block * row_bytes * BLOCK)
     to_block = to.after(block * row_bytes * (BLOCK if decodes else 1))
     # The last tile starts early enough to be full, so it repeats some tokens.
+    # Two threads may so write a token at once, with the same bits.
     last = tokens - LANES
     first = strip * _STRIP
     stop = where(first + _STRIP < tokens, first + _STRIP, tokens)

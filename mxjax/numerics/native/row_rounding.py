@@ -54,6 +54,7 @@ def rounded(
     jax.ShapeDtypeStruct(weight.shape, jnp.uint8),
     jax.ShapeDtypeStruct(weight.shape, jnp.float32),
     jax.ShapeDtypeStruct((blocks, rows), jnp.int32),
+    # Room that the kernel works in: XLA allocates it as a result, which is dropped.
     jax.ShapeDtypeStruct((rows // ROWS, width, ROWS), jnp.float32),
   )
   call = jax.ffi.ffi_call(kernel_name(passes), shapes, vmap_method="sequential")

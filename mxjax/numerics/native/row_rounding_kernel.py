@@ -106,6 +106,8 @@ def _code_of(element: Value) -> Value:
   """Returns the code of an element value, with its sign, as bytes."""
   bits = element.bits()
   size = bits & (2**31 - 1)
+  # From 1 up, the last bits of a float's exponent and its first mantissa bit count the
+  # indices; .5, a subnormal of E2M1, would give zero.
   from_one = ((size >> 22) - 252).call("smax", 0)
   half = element.same(0.5).bits()
   index = where(size.equals(half), size.same(1), from_one)
@@ -134,6 +136,7 @@ def _round_block(target: Value, table: Value, width: Value, chosen: _Try) -> Val
       factor = coupling.after(i * width).load(F32).spread(ROWS)
       return [factor.call("fma", _at(chosen.errors, i).load(_FLOATS, 32), total)]
 
+    # Up to j itself, whose error is zero yet, because `repeat` runs at least once.
     (pulled,) = repeat(_zero(code), j + 1, add, none)
     wanted = _at(target, j).load(_FLOATS, 32) - pulled
     element = nearest_element(wanted, shift, low_shift)
@@ -181,6 +184,7 @@ def _write_gptq(module: ir.Module, name: str) -> ir.Function:
     tries = [_Try(*both, floor + step) for step, both in enumerate(buffers)]
     table = columns.after(first * width)
     low, high = (_round_block(target, table, width, one) for one in tries)
+    # At a tie the floor rule's exponent, as in the reference.
     is_higher = high < low
     chosen = where(is_higher, tries[1].exponent, tries[0].exponent)
     _, _, scale = scales(chosen)
@@ -285,6 +289,7 @@ def _descend(
   place.floats(place.decoded, first + j).store(value)
   at_code = place.bytes(place.codes, first + j)
   at_code.store(where(is_better, _code_of(element), at_code.load(_BYTES, 1)), align=1)
+  # The gap stays that of the current codes, from which later blocks take their slopes.
   ours = place.floats(place.weight, first + j).load(_FLOATS) - value
   _at(gap, first + j).store(ours, align=32)
 

@@ -67,6 +67,7 @@ class Value:
   __and__ = _operator("and_", "and_")
   __or__ = _operator("or_", "or_")
   __lshift__ = _operator("shl", "shl")
+  # Logical: the sign bit comes down as a bit. `signed_shift` keeps the sign.
   __rshift__ = _operator("lshr", "lshr")
   __lt__ = _comparison("<")
   __ge__ = _comparison(">=")
@@ -162,6 +163,7 @@ def either(condition: Value, yes: Callable[[], Value], no: Value) -> Value:
   code = condition.code
   before = code.block
   with code.if_then(condition.raw):
+    # The block where `yes` ends need not be the one where it began.
     value, inside = yes(), code.block
   joined = code.phi(no.raw.type)
   for raw, block in ((no.raw, before), (value.raw, inside)):
@@ -171,6 +173,7 @@ def either(condition: Value, yes: Callable[[], Value], no: Value) -> Value:
 
 def room(code: ir.IRBuilder, nbytes: int) -> Value:
   """Allocates 64-byte aligned stack memory and returns its address."""
+  # In the entry block, because in a loop every turn would take more of the stack.
   with code.goto_entry_block():
     place: Any = code.alloca(ir.ArrayType(ir.IntType(8), nbytes))
     place.align = 64
@@ -203,6 +206,7 @@ def repeat(
     (index, *phis), (start, *carried), (next_index, *results), strict=True
   ):
     phi.add_incoming(first.raw, before)
+    # The body may have ended in a block of its own.
     phi.add_incoming(last.raw, code.block)
   code.cbranch((next_index < stop).raw, turn, done)
   code.position_at_end(done)

@@ -175,6 +175,7 @@ class OneCode(ActivationQuantizer):
 
   @override
   def tables(self) -> tuple[jax.Array, jax.Array]:
+    # Scores are float32 whatever dtype the tables are stored in.
     gram = one_code.unpack_symmetric(self.gram).astype(jnp.float32)
     return gram, self.cross.astype(jnp.float32)
 

@@ -85,12 +85,14 @@ def descend_group(
     vertex = old + jnp.where(pivot > 0, pull / jnp.where(pivot > 0, pivot, 1), 0)
     code, value = gptq.round_value(vertex, exponent, scale, rules)
     step = value - old
+    # Delta of the module's formula; that of a step of zero is not below zero.
     is_better = step * (step * pivot - 2 * pull) < 0
     step = jnp.where(is_better, step, 0)
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, 0)
     return (
       put(codes, jnp.where(is_better, code, codes[j])),
       put(decoded, jnp.where(is_better, value, old)),
+      # D falls by the step, and D H by the step times this row of H.
       slope - coupling[:, None] * step[None],
     )
 

@@ -59,6 +59,7 @@ def refine(
     return jnp.where(accept, values, elements)
 
   chosen = changed(elements, slope)
+  # Where nothing has changed, slopes stay, and no later turn changes anything.
   for _ in range(changes - 1):
     slope += block_products(gram, (chosen - elements) * scale)
     elements, chosen = chosen, changed(chosen, slope)

@@ -96,10 +96,12 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
     good = is_good(upper)
     growth = jnp.asarray(DAMPING_GROWTH, first.dtype) ** tries.astype(first.dtype)
     used = jnp.where(good, used, first * growth)
+    # JAX's Cholesky does not raise on a matrix that is not definite: it returns NaN.
     again = _upper_factor(hessian, used)
     return tries + 1, jnp.where(good[..., None, None], upper, again), used
 
   is_wanted = lambda state: (state[0] < DAMPING_TRIES) & ~is_good(state[1]).all()
+  # NaN is not good, so the loop tries the first damping like all others.
   start = jnp.int32(0), jnp.full_like(hessian, jnp.nan), first
   _, upper, used = jax.lax.while_loop(is_wanted, attempt, start)
   return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
@@ -159,6 +161,7 @@ def _round_searched(
   # The byte after 127 + 127 would be E8M0's NaN.
   exponents = [jnp.minimum(floor + step, mxfp4.SCALE_BIAS) for step in SEARCHED]
   tries = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
+  # An error over its pivot, squared, is what the code adds to GPTQ's loss.
   best = jnp.stack([jnp.square(error).sum(-2) for _, _, error in tries]).argmin(0)
 
   def chosen(*tries: jax.Array) -> jax.Array:
@@ -223,6 +226,7 @@ def reconstruct(
     index, original, chosen = item
     start = index * size
     columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
+    # Rows of errors are zero from this group on, so all of U's rows can be multiplied.
     target = original - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
     diagonal = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=0)
     if chosen is None and scales == "searched":
@@ -263,6 +267,7 @@ def reconstruct_ordered(
   """
   blocks, size, rows = weight.shape
   exponent = mxfp4.block_exponent(weight, rules)
+  # From here on groups are 32 columns in the new order, of any blocks.
   flat = weight.reshape(-1, rows)[order].reshape(weight.shape)
   by_column = jnp.repeat(exponent, size, axis=0)[order].reshape(weight.shape)
   result = reconstruct(flat, upper, rules, exponent=by_column)

@@ -56,6 +56,7 @@ def _exponent(
   """Returns the exponent of m times the block maximum, and m bounded from below."""
   bounded = jnp.maximum(factor, MIN_FACTOR)
   largest = jnp.abs(weight).max(-2) * bounded
+  # The exponent of a block whose only value is its maximum.
   return mxfp4.block_exponent(largest[..., None, :], _rules(rules)), bounded
 
 
@@ -67,6 +68,7 @@ def _divisors(logits: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _round(scaled: jax.Array, even: jax.Array) -> jax.Array:
   """Rounds values in [-6, 6] to E2M1, with the identity as gradient."""
+  # Values are in units of their scale already.
   zero = jnp.zeros((1,) * scaled.ndim, jnp.int32)
   away = mxfp4.round_elements(scaled, zero, mxfp4.Rules())
   other = mxfp4.round_elements(scaled, zero, mxfp4.Rules(tie_rule="even"))

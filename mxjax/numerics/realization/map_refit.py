@@ -87,6 +87,7 @@ def refit(
   ) -> tuple[tuple[jax.Array, jax.Array], None]:
     correction, pulled = carry
     mine = jax.lax.dynamic_slice_in_dim(pulled, block * size, size)
+    # W^_b' [(W - W^ A) H]_b H_bb^-1, of the rows of H that are this block's.
     predicted = product("im,jm,jk->ik", decoded[block], mine, input_inverses[block])
     change = product("ij,jk->ik", weight_inverses[block], predicted)
     columns = jax.lax.dynamic_slice_in_dim(hessian, block * size, size, axis=1)
@@ -97,6 +98,7 @@ def refit(
   # `pulled` is H (W - W^ A)', kept up to date: a block then reads 32 of its rows, where
   # computing the error anew would read all weights for every block.
   identity = jnp.broadcast_to(jnp.eye(size, dtype=weight.dtype), (blocks, size, size))
+  # The sweeps end to end, so that one scan has them all.
   order = jnp.tile(jnp.arange(blocks, dtype=jnp.int32), SWEEPS)
   start = identity, product("de,em->dm", hessian, error)
   (correction, pulled), _ = jax.lax.scan(step, start, order)

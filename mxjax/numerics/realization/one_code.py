@@ -86,6 +86,7 @@ def expected_cross(
   # As [blocks, 32, rows]: E[x_b y] for the output error y of the weights.
   moved = jnp.matmul(hessian, error, precision=HIGHEST).reshape(weight.shape)
   tiles = hessian.reshape(blocks, size, blocks, size)
+  # Two index arrays with a slice between them put their axis first: H_bb by block.
   own = tiles[jnp.arange(blocks), :, jnp.arange(blocks)]
   mean = jnp.trace(own, axis1=1, axis2=2) / size
   shift = jnp.where(mean > 0, RIDGE * mean, jnp.float32(1))
@@ -110,6 +111,7 @@ def unpack_symmetric(packed: jax.Array) -> jax.Array:
   rows, columns = np.triu_indices(size)
   index = np.zeros((size, size), np.int32)
   index[rows, columns] = np.arange(len(rows))
+  # Below the diagonal the index is zero, so its mirror image is the larger.
   index = np.maximum(index, index.T)
   return packed[..., index]
 
@@ -210,6 +212,7 @@ def refine(
     exponent=exponent,
     nearest=nearest,
     score=score,
+    # d'G d - 2 d'K x, because the slope has K x once already.
     nearest_objective=(difference * (slope - mismatch)).sum(-2),
   )
 

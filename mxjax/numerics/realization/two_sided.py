@@ -57,6 +57,7 @@ def coupling(upper: jax.Array) -> jax.Array:
   size = group_size(rows)
   by_group = upper.reshape(rows // size, size, rows)
   index = jnp.arange(rows, dtype=jnp.int32).reshape(-1, size)
+  # A_gg of all groups in one batch: each takes its own columns of its own rows.
   own = jnp.take_along_axis(by_group, index[:, None, :], axis=2)
   solved = jax.lax.linalg.triangular_solve(own, by_group, left_side=True, lower=False)
   is_later = jnp.arange(rows, dtype=jnp.int32)[None] > index[:, -1:]
@@ -129,12 +130,14 @@ def reconstruct(
     how = {"scales": scales, "passes": passes, "implementation": implementation}
     result = round_rows(mine, upper, hessian, damping, rules, **how)
     onto = jax.lax.dynamic_slice_in_dim(coupled, first, size, axis=0)
+    # Against the moved targets, as GPTQ takes its errors against compensated weights.
     error = mine - result.decoded
     moved = jnp.einsum("bir,rm->bim", error, onto, precision=HIGHEST)
     return targets - moved, result
 
   starts = jnp.arange(0, rows, size, dtype=jnp.int32)
   _, results = jax.lax.scan(group, weight, starts)
+  # From [groups, ..., rows of a group] back to the axis of all rows.
   join = lambda a: jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], rows)
   return gptq.Reconstruction(*map(join, results))
 

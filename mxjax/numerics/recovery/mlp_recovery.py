@@ -116,6 +116,7 @@ def _row_moments(*arrays: jax.Array) -> dict[tuple[int, int], jax.Array]:
   """
   g, u, g_star, u_star = (a.astype(jnp.float64) for a in arrays)
   sigmoid = jax.nn.sigmoid(g)
+  # phi', the slope of SiLU, and the columns of Eq. jolt-design.
   slope = sigmoid + g * sigmoid * (1.0 - sigmoid)
   product = g * sigmoid * u
   error = g_star * jax.nn.sigmoid(g_star) * u_star - product
@@ -208,6 +209,8 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
   # the root of their number it is the error of the center, below which a center is no
   # evidence.
   spread = 1.4826 * median(jnp.abs(cell_estimates - center[None]))
+  # The paper's root of 32 is of its number of cells; fewer than eight sequences have
+  # fewer.
   shrunk = jnp.sign(center) * jnp.maximum(jnp.abs(center) - spread / cells**0.5, 0.0)
   return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))
 

@@ -97,6 +97,7 @@ def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.
   total = jnp.where(energy > 0, energy, 1.0)
   before = sums.value_square - 2.0 * sums.product + sums.target_square
   a, b = recovery.scale, recovery.offset
+  # ||a v + b - v*||^2 multiplied out, so that the sums are enough.
   after = (
     a * a * sums.value_square
     + 2.0 * a * b * sums.value

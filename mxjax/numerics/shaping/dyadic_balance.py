@@ -55,6 +55,8 @@ def subgroup_shape(blocks: int) -> tuple[int, int, int, int]:
 
 def subgroup_tiles(matrix: jax.Array) -> jax.Array:
   """Extracts the diagonal tiles `[blocks, 8, 4, 4]` of `[blocks, 32, 32]`."""
+  # As [blocks, row group, row, column group, column]; the repeated g takes the
+  # diagonal.
   tiles = matrix.reshape(-1, SUBGROUPS, SUBGROUP_SIZE, SUBGROUPS, SUBGROUP_SIZE)
   return jnp.einsum("bgigj->bgij", tiles)
 
@@ -88,6 +90,7 @@ def bilateral_risks(
   diagonal tiles of C_E = E_X'E_X / n and G_E = E_W'E_W, float64 `[blocks, 8, 4, 4]`.
   Paper: Eq. bilateral-risk.
   """
+  # tr(P Q) is the sum over elements of P times Q', so no product is formed.
   traces = lambda matrix, tiles: (subgroup_tiles(matrix) * tiles.mT).sum((-2, -1))
   activation_risk = traces(weight_gram, activation_error)
   return activation_risk, traces(activation_moment, weight_error)
@@ -109,6 +112,7 @@ def propose(
   coordinate. Paper: Eq. serb-proposal.
   """
   precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
+  # The regularizer eps_b: 2^-12 of the median over the block's subgroups.
   ordered = jnp.sort(activation_risk + weight_risk, axis=-1)
   upper = SUBGROUPS // 2
   middle = ordered[:, upper - 1]
@@ -116,10 +120,12 @@ def propose(
     middle = 0.5 * (middle + ordered[:, upper])
   floor = RISK_FLOOR * middle[:, None]
   left, right = activation_risk + floor, weight_risk + floor
+  # One subgroup without risk is enough: the ratios of a block are centered together.
   positive = ((left > 0) & (right > 0)).all(-1, keepdims=True)
   ratio = jnp.where(positive, left, 1.0) / jnp.where(positive, right, 1.0)
   log_ratio = jnp.log2(ratio)
   centered = log_ratio - log_ratio.mean(-1, keepdims=True)
+  # Here 1/8 is both the factor of the logarithm and the bound of the result (A26).
   step = projections.project_zero_sum_box_bisection(BOUND * centered, BOUND)
   return jnp.where(positive, step, 0.0)
 
@@ -167,6 +173,8 @@ def prepare_trial(
   `weight` is Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`;
   `upper` is the result of `trial_factor` for the same moment and scales.
   """
+  # D multiplies inputs, so weights are divided by it. In float32, as Stage II
+  # reconstructs.
   scaled = (weight / diagonal(log2_scale)[..., None]).astype(jnp.float32)
   moment = rescaled_moment(activation_moment, log2_scale)
   result = gptq.reconstruct_local(scaled, upper, rules)
@@ -207,6 +215,7 @@ def trial_objective(
     one = lambda trial: _objective(rules, blocks, *trial)
     return jax.lax.map(one, trials).T
 
+  # Blocks come first to be cut into batches, and trials come first to be looped over.
   by_block = (table.swapaxes(0, 1) for table in (transforms, grams, crosses))
   return map_block_batches(group, blocks, *by_block).T
 

@@ -98,6 +98,7 @@ class BlockDense(InputMap):
 
   def fold(self, blocks: jax.Array) -> jax.Array:
     """Multiplies by the explicit inverse, which is small and computed once."""
+    # The blocks hold W', and (W T^-1)' is T^-T W'.
     inverse = jnp.linalg.inv(self.matrix.astype(blocks.dtype).mT)
     return jnp.einsum("bij,bjm->bim", inverse, blocks, precision=HIGHEST)
 
@@ -105,6 +106,8 @@ class BlockDense(InputMap):
   def conjugate(self, hessian: jax.Array) -> jax.Array:
     blocks = self.matrix.shape[0]
     matrix = self.matrix.astype(hessian.dtype)
+    # As [row block, row, column block, column]: T acts on the rows, then T' on the
+    # columns.
     tiles = hessian.reshape(blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
     left = jnp.einsum("aij,ajbk->aibk", matrix, tiles, precision=HIGHEST)
     both = jnp.einsum("aibk,blk->aibl", left, matrix, precision=HIGHEST)
@@ -139,6 +142,8 @@ def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
       got=f"{type(input_map).__name__}, which mixes blocks",
       mend="leave out +tune, because scales cannot be folded into it",
     )
+  # Inputs are scaled before the map, so the factor multiplies its columns. The product
+  # is rounded once to a narrower dtype.
   scaled_matrix = matrix.astype(jnp.float32) * factor.reshape(-1, 1, size)
   return BlockDense(scaled_matrix.astype(matrix.dtype))
 
@@ -186,6 +191,7 @@ class Hadamard(InputMap):
 
   @override
   def apply(self, blocks: jax.Array) -> jax.Array:
+    # A group may span several blocks, so the blocks are joined and cut anew.
     rows = self._signed(blocks.reshape(-1, blocks.shape[-1]))
     groups = rows.reshape(-1, self.size, blocks.shape[-1])
     matrix = hadamard(self.size, blocks.dtype)
@@ -200,6 +206,7 @@ class Hadamard(InputMap):
   def conjugate(self, hessian: jax.Array) -> jax.Array:
     width = hessian.shape[0]
     matrix = hadamard(self.size, hessian.dtype)
+    # Rows, then columns: a Hessian is its own transpose.
     signed = self._signed(self._signed(hessian).T)
     tiles = signed.reshape(width // self.size, self.size, width // self.size, -1)
     both = jnp.einsum("ij,ajbk,lk->aibl", matrix, tiles, matrix, precision=HIGHEST)
@@ -253,6 +260,8 @@ class Kronecker(InputMap):
   def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
     """Returns the same map as dense blocks, T = P^T."""
     private, shared = self.private.astype(dtype), self.shared.astype(dtype)
+    # P[(k, l), (i, j)] is B[k, i] A[l, j]; its transpose has the new coordinate (i, j)
+    # first.
     product = jnp.einsum("bki,lj->bijkl", private, shared)
     return BlockDense(product.reshape(-1, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE))
 

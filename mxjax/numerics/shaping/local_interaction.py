@@ -84,6 +84,7 @@ def rotated_error_moment(
 
   def moment(blocks: jax.Array, chart: jax.Array) -> jax.Array:
     mapped = input_maps.BlockDense(chart).apply(blocks)
+    # Rounded in float32, as a quantized model rounds, and summed in float64.
     error = mxfp4.round_blocks(mapped, rules) - mapped
     wide = error.astype(jnp.float64), mapped.astype(jnp.float64)
     return jnp.einsum("bin,bjn->bij", *wide, precision=precision.HIGHEST)
@@ -93,6 +94,8 @@ def rotated_error_moment(
 
 def unrotate(moment: jax.Array) -> jax.Array:
   """Transforms moments `[..., 32, 32]` back through the Hadamard: R_H M R_H."""
+  # Errors and signals were both multiplied by R_H, which is its own inverse: one factor
+  # on each side takes both back.
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, moment.dtype)
   return jnp.einsum(
     "ij,...jk,kl->...il", rotation, moment, rotation, precision=precision.HIGHEST
@@ -138,6 +141,7 @@ def _curvature(c: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
   floor = FLOOR * h.mean(-1) * c.mean(-1)
   curvature = (2.0 + CURVATURE_MARGIN) * h[..., :, None] * c[..., None, :]
   curvature = curvature + floor[..., None, None]
+  # The mean is over both folds and all ordered pairs of different coordinates (A19).
   size = c.shape[-1]
   entries = 2 * size * (size - 1)
   return _off_diagonal(curvature).sum((0, -2, -1)) / entries, curvature.sum(0)
@@ -163,6 +167,8 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   means = _modes(a.mean(0)), _modes(b.mean(0))
   threshold = _threshold((p_first, p_second), p_mean, *means)
 
+  # Eq. bidir-curvature and Eq. bidir-soft. `q_pair` is summed over the folds, so it and
+  # its transpose have the four terms of q-hat.
   q_mean, q_pair = _curvature(c, h)
   denominator = (q_mean + FLOOR)[..., None, None]
   q_hat = 1.0 + (q_pair + q_pair.mT) / (4.0 * denominator)
@@ -182,6 +188,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
     mean_curvature=q_mean,
     unprojected=z,
     projected=v,
+    # Both K_ij and K_ji: the directed mode changes its sign with the order of the pair.
     interaction=(v.reciprocal + v.directed) / jnp.sqrt(2.0 * q_hat),
   )
 

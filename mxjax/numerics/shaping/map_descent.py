@@ -47,6 +47,7 @@ RATE = 0.04
 """Of the first step, in radians for each plane of two coordinates."""
 MEAN_DECAY, SQUARE_DECAY = 0.9, 0.98
 """Of Adam's means of slopes and of their squares."""
+# Adam's: a slope minus its transpose has zeros on the diagonal, which would be 0 / 0.
 EPSILON = 1e-20
 
 
@@ -102,6 +103,7 @@ def loss_and_slope(
     changes: Codes that the activations' rule changes, see `few_codes`; 0 is nearest,
       and None leaves inputs as they are, so that L has the error of weights alone.
   """
+  # The weights' term of L.
   folded = block_products(rotation, weight)
   error = _rounded_weight(folded, rules) - folded
   share = kappa / folded.shape[-1]
@@ -109,6 +111,7 @@ def loss_and_slope(
   slope = -2 * share[:, None, None] * _outer(error, folded)
   if changes is None:
     return loss, slope
+  # The inputs' term, in the metric G of the turned weights.
   mapped = block_products(rotation, inputs)
   turned = block_products(block_products(rotation, gram), rotation.mT)
   if changes:
@@ -152,6 +155,7 @@ def descend(
   """
   single = lambda array: array.astype(jnp.float32)
   gram, cost = single(inverse @ weight_moment @ inverse.mT), single(kappa)
+  # No more parts than columns, or one would be empty.
   parts = min(PARTS, inputs.shape[-1], weight.shape[-1])
   of_inputs = _dealt(block_products(single(matrix), inputs), parts)
   of_weight = _dealt(block_products(single(inverse), weight), parts)
@@ -167,6 +171,7 @@ def descend(
     mean = MEAN_DECAY * mean + (1 - MEAN_DECAY) * skew
     square = SQUARE_DECAY * square + (1 - SQUARE_DECAY) * jnp.square(skew)
     done = number.astype(jnp.float32)
+    # Adam's means begin at zero; the division takes that off.
     unbiased = lambda sums, decay: sums / (1 - decay ** (done + 1))
     size = jnp.sqrt(unbiased(square, SQUARE_DECAY)) + EPSILON
     rate = RATE / 2 * (1 + jnp.cos(jnp.pi * done / steps))
@@ -188,6 +193,7 @@ def descend(
 
 def _dealt(columns: jax.Array, parts: int) -> jax.Array:
   """Deals columns `[blocks, 32, n]` out in turn: `[parts, blocks, 32, n // parts]`."""
+  # In turn, so that every part spans all that was sampled.
   count = columns.shape[-1] // parts
   dealt = columns[..., : count * parts].reshape(*columns.shape[:-1], count, parts)
   return jnp.moveaxis(dealt, -1, 0)
@@ -208,6 +214,7 @@ def _rounded_weight(weight: jax.Array, rules: mxfp4.Rules) -> jax.Array:
     return decoded, jnp.square(decoded - weight).sum(-2, keepdims=True)
 
   (near, of_near), (far, of_far) = (tried(step) for step in gptq.SEARCHED)
+  # At a tie the floor rule's exponent, as in `gptq.reconstruct`.
   return jnp.where(of_far < of_near, far, near)
 
 

@@ -54,6 +54,7 @@ def orders(count: int) -> np.ndarray:
   mixed = (axis * 7919 + candidate * 104729 + 12345) * 1103515245 + 12345
   mixed = mixed % 2**31
   mixed = ((mixed ^ (mixed >> 7)) * 69069 + 1) % 2**31
+  # The axis is added so that no two keys of a candidate are equal.
   keys = (mixed ^ (mixed >> 11)) * 64 + axis
   keys[:1] = axis
   return np.argsort(keys, axis=1)
@@ -125,6 +126,8 @@ def losses(
 
   def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
     turn, phase = item
+    # A turn is orthogonal, so the inverse transposed takes the same one and the inverse
+    # factor.
     matrix, fold = phase * (turn @ axes), turn @ inverse / phase
     gram, moment = (
       (m @ of @ m.mT).astype(jnp.float32)
@@ -139,6 +142,7 @@ def losses(
     # Two errors that are not correlated: their squares add up in the outputs.
     return of_inputs + of_weight
 
+  # One after the other: each candidate has mapped inputs and weights of its own.
   return jax.lax.map(one, (turned, phases))
 
 
@@ -171,6 +175,7 @@ def weight_loss(
   nearest, and then by passes of coordinate descent in M. The result is float64
   `[blocks]`.
   """
+  # `gptq.SEARCHED` counts from the floor rule's exponent.
   rules = dataclasses.replace(rules, scale_rule="floor")
   floor = mxfp4.block_exponent(weight, rules)
 
@@ -184,6 +189,7 @@ def weight_loss(
     start = gptq.round_value(weight, shown, mxfp4.scale_of(shown), rules)
 
     def sweep(_: jax.Array, state: Any) -> Any:
+      # From the current codes, so that rounding errors do not add up over sweeps.
       slope = block_products(moment, weight - state[1])
       return jax.vmap(descend)(*state, slope, moment, exponent)
 

@@ -88,6 +88,9 @@ def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
 
 def _joint_basis(gram: jax.Array, factor: jax.Array, rows: int) -> jax.Array:
   """Computes Diag(sqrt s) V' R_b^-T, singular values in falling order."""
+  # Singular vectors by the Gram matrix, which is 32 x 32 whatever the rows are, but
+  # squares the condition number: it takes float64. Rounding may leave eigenvalues below
+  # zero.
   eigenvalues, eigenvectors = jnp.linalg.eigh(gram)
   spectrum = jnp.sqrt(jnp.maximum(eigenvalues[::-1], 0.0) / rows)
   # Directions that no weight has would else be scaled to nothing, and T be singular.
@@ -95,6 +98,7 @@ def _joint_basis(gram: jax.Array, factor: jax.Array, rows: int) -> jax.Array:
   # A block of zero weights has no spectrum: any basis decodes to zero.
   spectrum = jnp.where(spectrum[0] > 0, spectrum, 1.0)
   scaled = eigenvectors[:, ::-1] * jnp.sqrt(spectrum)[None, :]
+  # (R_b^-1 V Diag(sqrt s))' without an inverse.
   return jax.lax.linalg.triangular_solve(factor, scaled, left_side=True, lower=False).mT
 
 
@@ -120,6 +124,8 @@ def plane(
     transform = rotation @ joint if basis == "wush" else joint
   # Before the lattice is made of it: codes are then exact for the map that runs.
   transform = transform.astype(dtype).astype(jnp.float64)
+  # R may have negative diagonal entries: the sign is in Q as well, and the quotient by
+  # a pivot has none of it.
   orthogonal, upper = jnp.linalg.qr(factor @ transform.mT)
   identity = jnp.eye(mxfp4.BLOCK_SIZE)
   inverse = jax.lax.linalg.triangular_solve(upper, identity, left_side=True)
@@ -149,6 +155,8 @@ def round_block(
   def coordinate(step: jax.Array, state: Any) -> Any:
     rotated, codes, decoded = state
     i = mxfp4.BLOCK_SIZE - 1 - step
+    # R is upper triangular, so what is taken off changes no coordinate that is already
+    # rounded.
     column = jax.lax.dynamic_index_in_dim(lattice.upper, i, axis=1, keepdims=False)
     goal = jax.lax.dynamic_index_in_dim(rotated, i, keepdims=False) / column[i]
     code, rounded = gptq.round_value(goal, exponent, scale, rules)

@@ -27,6 +27,8 @@ def _is_prime(number: int) -> bool:
 
 def _paley(order: int) -> np.ndarray | None:
   """Builds a Hadamard matrix of an order by one of Paley's constructions, or None."""
+  # Paley's first construction takes a prime 3 mod 4 to the order p + 1, the second one
+  # 1 mod 4 to 2 (p + 1). Powers of primes would need arithmetic of their fields.
   for prime, second in ((order - 1, False), (order // 2 - 1, True)):
     if not _is_prime(prime) or prime % 4 != (1 if second else 3):
       continue
@@ -55,6 +57,7 @@ def hadamard_any(order: int) -> np.ndarray | None:
   odd = order
   while odd % 2 == 0:
     odd //= 2
+  # Doubled as long as it divides the order; above 2, every order is a multiple of four.
   core: int = odd
   base = np.ones((1, 1)) if odd == 1 else None
   while base is None and order % (2 * core) == 0:
@@ -76,6 +79,8 @@ def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
   matrix = hadamard_any(order)
   if matrix is not None:
     return matrix * rng.choice([-1.0, 1.0], order)[:, None], "hadamard"
+  # With a positive diagonal of R, Q is uniformly distributed; LAPACK leaves the signs
+  # open.
   factor, triangle = np.linalg.qr(rng.standard_normal((order, order)))
   return factor * np.sign(np.diag(triangle))[None, :], "random orthogonal"
 
@@ -104,12 +109,15 @@ def cayley_step(
   velocity.
   """
   product = functools.partial(jnp.matmul, precision=HIGHEST)
+  # Rounding takes rows off their length of one.
   norm = jnp.sqrt((matrix * matrix).sum(-1, keepdims=True))
   x = matrix / norm
   descent = momentum * velocity - gradient.mT
   a = product(descent, x)
   half = a - 0.5 * product(x.mT, product(x, a))
   skew = half - half.mT
+  # The 1-norm of S bounds its spectral norm. With a step of at most its inverse, every
+  # fixed-point iteration at least halves the error.
   largest = jnp.abs(skew).sum(-2).max(-1)[..., None, None]
   step = jnp.minimum(1.0 / (largest + EPSILON), rate)
   y = x.mT + step * descent

@@ -35,6 +35,8 @@ def block_moment(blocks: jax.Array) -> jax.Array:
 
 def normalize_determinant(matrix: jax.Array) -> jax.Array:
   """Computes DN(M) = M / det(M)^(1/q) of positive definite matrices, `[..., q, q]`."""
+  # The logarithm, because the product of 32 small eigenvalues can be below what float64
+  # holds. The sign is known: the matrix is positive definite.
   log_volume = jnp.linalg.slogdet(matrix)[1]
   scale = jnp.exp(-log_volume / matrix.shape[-1])
   return matrix * scale[..., None, None]
@@ -117,6 +119,8 @@ def geometric_chart(
   `reference_chart`.
   """
   precision.require_float64("geometric_chart", activation_moment, weight_moment)
+  # With A = L L', the mean A^-1 # B has a form with the root of a symmetric matrix
+  # alone.
   lower = jnp.linalg.cholesky(ridge(activation_moment))
   weights = lapack.after(ridge(weight_moment), lower)
   inner = lower.mT @ weights @ lower
@@ -124,5 +128,7 @@ def geometric_chart(
   root = (vectors * jnp.sqrt(values)[..., None, :]) @ vectors.mT
   inverse = jnp.linalg.inv(lapack.after(lower, root))
   mean = inverse.mT @ root @ inverse
+  # C is the symmetric root of the mean, so its logarithmic spectrum is half of the
+  # mean's.
   eigenvalues, eigenvectors = jnp.linalg.eigh(0.5 * (mean + mean.mT))
   return spectral_cap(0.5 * jnp.log(eigenvalues), eigenvectors, max_condition)

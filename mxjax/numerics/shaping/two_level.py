@@ -18,6 +18,8 @@ from mxjax.numerics.precision import HIGHEST
 
 ENERGY_TOLERANCE = 1e-4
 """Largest deviation of a block's energy from the mean, in units of the mean."""
+# This and the next four are those of the public port that the method follows; see
+# `torq` of the baselines.
 ENERGY_STEPS = 2000
 RIDGE = 1e-8
 OCCUPANCY_ROUNDS = 10
@@ -81,9 +83,12 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
     count, matrix, rotation = state
     off = deviation(matrix)
     i = jnp.argmax(jnp.abs(off))
+    # Only a block on the other side of the mean can bring both to it; -1 is never the
+    # largest.
     opposite = jnp.where(off * off[i] < 0, jnp.abs(off), -1.0)
     j = jnp.argmax(opposite)
     angle = equalizing_angle(matrix[i, i], matrix[j, j], matrix[i, j])
+    # The columns, and by the transpose the rows, of R' C R.
     matrix = turn(turn(matrix, i, j, angle).T, i, j, angle).T
     return count + 1, matrix, turn(rotation, i, j, angle)
 
@@ -104,6 +109,7 @@ def occupancy(rows: jax.Array) -> jax.Array:
   `rows` is float32 `[32, n]` in units of its block scales.
   """
   edges = jnp.asarray(_EDGES, jnp.float32)
+  # What reaches one edge and not the next has the magnitude between them.
   is_reached = jnp.abs(rows)[:, None, :] >= edges[None, :, None]
   reached = is_reached.mean(-1, dtype=jnp.float32)
   ends = jnp.ones((rows.shape[0], 1), jnp.float32)
@@ -127,6 +133,7 @@ def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
   worst = np.argsort(-uneven, kind="stable")[: 2 * PAIRS]
   inner = deviations[worst] @ deviations[worst].T
   scores = uneven[worst][:, None] + uneven[worst][None, :] - inner
+  # Each pair once, and no column with itself.
   scores[np.tril_indices(len(worst))] = -np.inf
   pairs = []
   for _ in range(PAIRS):
@@ -151,6 +158,7 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   radius = jnp.sqrt(first * first + second * second)[:, None]
   phase = jnp.arctan2(second, first)[:, None]
   crosses = radius > edges[None, :]
+  # A radius below an edge never crosses it: its quotient is outside arccos's domain.
   at = jnp.arccos(jnp.where(crosses, edges[None, :] / jnp.maximum(radius, 1e-30), 0.0))
   quarter = jnp.float32(math.pi / 2)
   # |cos| falls through the edge at +at and rises at -at; |sin| a quarter turn later.
@@ -160,6 +168,7 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   for column, place, sign in zip((0, 0, 1, 1), places, (-1, 1, 1, -1), strict=True):
     angle = jnp.mod(place - phase, 2 * quarter)
     cell = jnp.ceil(angle / quarter * ANGLES).astype(jnp.int32)
+    # |cos| and |sin| repeat after half a turn; only its first half is searched.
     inside = crosses & (cell < ANGLES)
     weight = jnp.where(inside, jnp.float32(sign), jnp.float32(0))
     cell = jnp.where(inside, cell, 0)
@@ -205,5 +214,6 @@ def even_out(
     angles, _ = _best_angles(scaled[pairs[:, 0]], scaled[pairs[:, 1]])
     for pair, angle in zip(pairs, np.asarray(angles, np.float64), strict=True):
       cos, sin = np.cos(angle), np.sin(angle)
+      # Adds the angle to the phase of (first, second), as `best_angle` counts it.
       rotation[:, pair] = rotation[:, pair] @ np.array([[cos, sin], [-sin, cos]])
   return rotation, losses
