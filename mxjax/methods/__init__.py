@@ -84,6 +84,7 @@ def base_name(method: str) -> str:
   """Returns the registered name in a method with options, `+r` and `+tune`."""
   name = method.partition("+tune")[0].partition(":")[0]
   plain = name.removesuffix("+r")
+  # `wush+r` is a method of its own. With a second +r it stays whole, and so is unknown.
   return name if name in METHODS or plain.endswith("+r") else plain
 
 
@@ -120,6 +121,7 @@ def get(method: "str | program.Program") -> "program.Program":
   if settings:
     program = _with_options(name, program, settings)
   if tuned:
+    # Settings behind +tune change the method's own tuning where it has one.
     tune = program.tune or _load("scale_distillation.ScaleDistillation")()
     tune = _with_options("+tune", tune, tuning.split(":")[1:])
     program = dataclasses.replace(program, tune=tune)
@@ -205,6 +207,7 @@ def _with_options(place: str, options: Any, settings: Sequence[str]) -> Any:
 def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
   """Parses one `option=value`, with the value in the type of the dataclass's field."""
   key, equals, value = text.partition("=")
+  # The name is the whole text, and `tune` is set by +tune.
   fields = {f.name for f in dataclasses.fields(program)} - {"name", "tune"}
   if not equals or key not in fields:
     known = sorted(fields)
@@ -215,6 +218,7 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
       mend=texts.mend(key, known),
     )
   if key == "recover":
+    # Not at the top, because it loads JAX.
     from mxjax.methods.hires import stage3
 
     return key, stage3.parse(value)
@@ -222,11 +226,14 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
 
   from mxjax.methods import options
 
+  # The extras are the bounds, see `options`.
   hint = typing.get_type_hints(type(program), include_extras=True)[key]
   adapter = pydantic.TypeAdapter(hint)
   try:
+    # A name is taken as it is written, which as JSON would need quotes.
     if options.choices(hint):
       return key, adapter.validate_python(value)
+    # Strict, or 1 would be taken for true and 2.0 for a count.
     return key, adapter.validate_json(value, strict=True)
   except pydantic.ValidationError as error:
     current = getattr(program, key)

@@ -31,6 +31,7 @@ Order = Literal["natural", "activation"]
 
 def not_definite(inputs: LinearInputs, damping: float) -> ValueRefusal:
   """Builds the error for a Hessian that no damping tried makes positive definite."""
+  # The last one that `gptq.factor` tried.
   damping *= gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
   return ValueRefusal(
     "gptq",
@@ -63,6 +64,7 @@ def reconstruct(
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
   """
+  # The mapped Hessian and the factor are as large as this one: a trim before each.
   raw = inputs.hessian()
   execution.trim_malloc(raw.nbytes)
   hessian = conjugated(raw, input_map)
@@ -76,6 +78,7 @@ def reconstruct(
   curvature = hessian if descent or output_moment is not None else None
   del hessian, ordered
   used = float(factor.damping)
+  # NaN: no damping made it definite.
   if used != used:
     raise not_definite(inputs, damping)
   record = {"damping": used}
@@ -108,6 +111,7 @@ def _two_sided(
 ) -> gptq.Reconstruction:
   """Computes the codes of all rows together, on one device."""
   assert hessian is not None
+  # The factor of outputs, as U is that of inputs.
   of_rows = execution.block_on_cpu(gptq.factor(moment)).upper
   coupled = execution.block_on_cpu(two_sided.coupling(of_rows))
   found = two_sided.reconstruct(
@@ -133,8 +137,10 @@ class _SolveRows:
     damping: jax.Array,
   ) -> gptq.Reconstruction:
     if columns is not None:
+      # Its exponents are static; `Gptq` refuses others in this order.
       result = gptq.reconstruct_ordered(weight, upper, columns, self.rules)
     elif self.scales != "fresh":
+      # The kernel below has no source of exponents but `fresh`.
       result = gptq.reconstruct(weight, upper, self.rules, scales=self.scales)
     else:
       result = gptq_kernel.reconstruct(weight, upper, self.rules)

@@ -24,6 +24,7 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 def is_own(owner: Any, hook: str) -> bool:
   """Whether a hook of a program, or of a recovery fit, is from outside this library."""
+  # By the function's module: a class from outside may inherit a hook of the library.
   module = getattr(getattr(type(owner), hook), "__module__", None) or ""
   return module.partition(".")[0] != "mxjax"
 
@@ -101,6 +102,7 @@ def check_finite(hook: str, tree: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
   }
+  # In one program, so that only numbers are brought from the device.
   counts = _count_not_finite(list(leaves.values()))
   bad = [
     f"{int(count)} of {leaf.size} of {name}"

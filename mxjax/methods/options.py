@@ -61,6 +61,7 @@ def check(place: str, options: Any) -> None:
   for cls in type(options).__mro__:
     if cls.__module__.partition(".")[0] != "mxjax":
       continue
+    # Those of this class alone: a field is bounded by the class that declares it.
     for key, hint in inspect.get_annotations(cls, eval_str=True).items():
       if not _is_bounded(hint):
         continue

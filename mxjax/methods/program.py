@@ -140,6 +140,7 @@ class Program:
 
     `weight` is `[out_features, in_features]`; the leaf of the result replaces it.
     """
+    # Stage I in native coordinates; the fold; Stage II in those of the map.
     blocks = mxfp4.weight_blocks(weight)
     shaping = self.shape(blocks, inputs)
     hook_results.check_shaping(self, shaping, blocks)
@@ -220,6 +221,7 @@ def fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
 def _fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
   if input_map is None:
     return blocks
+  # In float64, and rounded once, to the float32 that is encoded.
   return input_map.fold(blocks.astype(jnp.float64)).astype(jnp.float32)
 
 

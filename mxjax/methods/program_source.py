@@ -63,6 +63,7 @@ def _text(cls: type) -> str:
 
 def _told(code: CodeType) -> str:
   """Describes a code object by what it does, without the lines it came from."""
+  # Sets are sorted, because the order of their texts differs between processes.
   constants = [
     _told(one)
     if isinstance(one, CodeType)

@@ -71,6 +71,7 @@ def unencoded(layer: Params, float_layer: Params) -> Params:
       if isinstance(leaf, QuantizedLinear):
         weight, input_map = float_layer[sublayer][name]["weight"], leaf.input_map
         if input_map is not None:
+          # Folded as the encoded weights were, in float64.
           with precision.float64_scope():
             weight = Transformed(_folded(weight, input_map), input_map)
         weights[sublayer, name] = weight
@@ -140,4 +141,5 @@ class RecoveryFit:
 
   def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
     """Returns the layer's params with the coefficients beside its projections."""
+    # A new dict, because the parent's layer is still measured by other fits.
     return {**layer, self.sublayer: {**layer[self.sublayer], self.leaf: leaf}}

@@ -28,6 +28,7 @@ class Reused(Program):
   @override
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
     del calib, contract
+    # The pipeline hands each linear what was learned for its path: here its leaf.
     return Prepared(params, learned=self.leaves)
 
   @override
@@ -50,6 +51,7 @@ def build_key(program: Program) -> str | None:
   """
   if type(program).prepare is not Program.prepare or program.tune is not None:
     return None
+  # The text of a dataclass has all of its options.
   plain = dataclasses.replace(program, name="", recover=())
   return f"{type(program).__name__} {plain}"
 

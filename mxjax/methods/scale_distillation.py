@@ -56,6 +56,7 @@ def input_factors(
     shared = own["taps"].get(
       model.projection_taps[sublayer, name], jnp.zeros_like(steps)
     )
+    # Learned are steps away from one, so that zeros leave the linear as it is.
     factors[sublayer, name] = (1 + steps) * (1 + shared)
   return factors
 
@@ -112,10 +113,12 @@ def _with_gradient(
   assert example.teacher is not None and example.label_weight is not None
   head = lambda hidden: model.logits(outer, hidden[None])[0]
   count = len(states)
+  # The roll below gives the last token the first one as its label: weight zero.
   weights = jnp.full(count, example.label_weight).at[-1].set(0)
 
   def chunk(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     own, float_states, labels, weight = parts
+    # Logits of a chunk: those of all positions are never in memory.
     mine, pull = jax.vjp(head, own)
     student, target = jax.nn.log_softmax(mine), jax.nn.log_softmax(head(float_states))
     likely, weight = jnp.exp(target), weight.astype(target.dtype)[:, None]
@@ -139,6 +142,7 @@ def _with_gradient(
 _loss.defvjp(
   _with_gradient,
   lambda model, gradient, cotangents: (
+    # The second output is shown and not differentiated, see `loss_and_shown`.
     cotangents[0].astype(gradient.dtype) * gradient,
     None,
     None,

@@ -93,6 +93,7 @@ def _loss_gradient(
   """Computes the outputs' relative squared error and the gradient of its logarithm."""
   flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
   outputs = lambda a, b: jnp.einsum("dn,dm->nm", flat(a), flat(b), precision=HIGHEST)
+  # Targets are the outputs of the float weights on the float model's inputs.
   exact = {name: outputs(x, weight) for name, weight in weights.items()}
   signal = sum(jnp.square(y).sum() for y in exact.values())
 
@@ -109,12 +110,15 @@ def _loss_gradient(
       total += jnp.square(outputs(operand, decoded) - exact[name]).sum()
     return total / jnp.where(signal > 0, signal, 1.0)
 
+  # Factors and inverses are variables of their own here; `_update` joins them.
   value, gradient = jax.value_and_grad(loss)(operators)
   # Dividing the gradient by the loss makes steps independent of the loss scale.
   return value, jax.tree.map(lambda g: g / jnp.maximum(value, 1e-30), gradient)
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
+  # Optax refuses a schedule of no steps. The decay is AdamW's default in PyTorch, where
+  # FlatQuant is written; that of optax is another.
   adam = lambda rate: optax.adamw(
     optax.cosine_decay_schedule(rate, max(steps, 1), FINAL_SHARE), weight_decay=0.01
   )
@@ -161,6 +165,8 @@ class BatQuant(Gptq):
   ) -> Trained:
     """Trains the map and the shares."""
     clips = lambda *shape: jnp.full((2, *shape), self.clip_logit, jnp.float32)
+    # Hooks run in a float64 scope, in which the factors and Optax's state would be
+    # float64.
     with jax.enable_x64(False):
       learnable: Any = Learnable(
         shared=jnp.eye(8),
@@ -182,10 +188,13 @@ class BatQuant(Gptq):
         learnable, state = _update(learnable, state, gradient, self.steps)
         first, last = (float(loss) if step == 0 else first), float(loss)
       factors = learnable.shared, learnable.private
+      # A Kronecker product has the product of its factors' condition numbers. Of the
+      # private factors the worst counts.
       condition = math.prod(
         float(np.linalg.cond(np.asarray(factor, np.float64)).max())
         for factor in factors
       )
+    # NaN is refused as well.
     if not condition <= MAX_CONDITION:
       raise ValueRefusal(
         self.name,

@@ -69,6 +69,7 @@ class BlockRotation(Gptq):
     record = {"hadamard_size": size}
     if self.signs is None:
       return Shaping(input_maps.Hadamard(size), record)
+    # Shared signs are those of one group, repeated.
     drawn = size if self.shared else width
     signs = jax.random.rademacher(jax.random.key(self.signs), (drawn,), jnp.int8)
     signed = input_maps.Hadamard(size, jnp.tile(signs, width // drawn))

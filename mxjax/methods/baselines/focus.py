@@ -40,6 +40,7 @@ from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.realization.learned_scales import LearnedScales
 from mxjax.numerics.shaping.input_maps import InputMap
 
+# The original's rates, which stay constant, and its number of tokens.
 FACTOR_RATE = 2e-2
 LOGIT_RATE = 5e-2
 TOP_TOKENS = 1000
@@ -73,6 +74,7 @@ class _Distillation(gradients.Objective):
       wanted = jax.lax.stop_gradient(self.model.logits(outer, targets[None])[0])
       top, index = jax.lax.top_k(wanted, min(self.top, wanted.shape[-1]))
       logits = self.model.logits(outer, states[None])[0]
+      # Both distributions are normalized over these tokens alone, as in the original.
       student = jax.nn.log_softmax(jnp.take_along_axis(logits, index, -1))
       target = jax.nn.log_softmax(top)
       return (jnp.exp(target) * (target - student)).sum(-1)
@@ -101,6 +103,7 @@ def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
     updates, state = _optimizer().update(gradient, state, learned)
   learned = optax.apply_updates(learned, updates)
   is_scales = lambda node: isinstance(node, LearnedScales)
+  # Below the bound a factor would have no gradient and never come back.
   bounded = lambda node: dataclasses.replace(
     node, factor=jnp.maximum(node.factor, learned_scales.MIN_FACTOR)
   )
@@ -138,6 +141,7 @@ class Focus(Program):
     ]
     state = _optimizer().init(own)
     objective = _Distillation(model, contract.rules, self.top)
+    # Whole batches: what is left of an epoch begins the next one.
     size = min(self.batch, len(calib.tokens))
     steps = self.epochs * (len(calib.tokens) // size)
     losses = []

@@ -88,12 +88,15 @@ def rotate_layer(layer: Params, r1: jax.Array | None, r2: jax.Array) -> dict[str
       gain = layer[norm]["weight"]
       row = gain.astype(r2.dtype)[None, :]
       for name in names:
+        # The gain scales inputs, so it goes into the columns, and before the rotation.
         change(sublayer, name, lambda w, row=row: _product(w * row, r1))
       new[norm] = {**layer[norm], "weight": jnp.ones_like(gain)}
     for sublayer, name in WRITERS:
       change(
         sublayer, name, lambda w: _product(r1.T, w), lambda b: _product(b[None], r1)[0]
       )
+  # Rows of v_proj are [key-value head, coordinate], and columns of o_proj [head,
+  # coordinate]: each head reads values of its group, which are turned by the one R2.
   turn = lambda axes, x, *shape: jnp.einsum(
     axes, x.reshape(shape), r2, precision=HIGHEST
   ).reshape(x.shape)
@@ -125,6 +128,8 @@ def rotate_model(
       gain = params["norm"]["weight"]
       rotated = _product(wide(embedding), residual)
       new["embed_tokens"] = {**params["embed_tokens"], "weight": narrow(rotated)}
+      # The head reads the last norm, so it takes that gain as the other readers do
+      # theirs.
       read = _product(wide(head) * wide(gain)[None, :], residual)
       new["lm_head"] = {**params.get("lm_head", {}), "weight": narrow(read)}
       new["norm"] = {**params["norm"], "weight": jnp.ones_like(gain)}
@@ -166,10 +171,13 @@ class _QuantizedLoss(gradients.Objective):
   ) -> jax.Array:
     """Applies the head to unrotated hidden states; the norm commutes with rotations."""
     if shared is not None:
+      # Rotated back instead of fused into norm and head, which are the model's own
+      # here.
       back = shared.T.astype(hidden.dtype)
       hidden = jnp.matmul(hidden, back, precision=HIGHEST)
     length = example.ids.shape[1]
     following = jnp.roll(example.ids[0], -1)
+    # The roll gives the last token the first one to follow.
     weights = (jnp.arange(length) < length - 1).astype(jnp.float32)
 
     def chunk(states: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -206,6 +214,7 @@ class SpinQuant(Gptq):
     model, first = calib.model, params[calib.model.layer_name(0)]
     rotated, head = recipe(first), _head_dim(model, params)
     width = first["self_attn"]["v_proj"]["weight"].shape[-1]
+    # R1 has the seed itself, and the R2 of every layer one of its own.
     r1, kind = orthogonal.random_rotation(width, self.seed)
     own = [
       jnp.asarray(orthogonal.random_rotation(head, seed)[0], jnp.float32)
@@ -239,6 +248,7 @@ class SpinQuant(Gptq):
       result = gradients.gradients(objective, params, shared, own, examples)
       losses.append(result.shown)
       rate = jnp.float32(self.rate * (1 - step / self.steps))
+      # In the order of `matrices`: without R1 both have None there, which has no leaf.
       slopes = jax.tree.leaves((result.shared, result.own))
       for number, slope in enumerate(slopes):
         matrix = matrices[number]

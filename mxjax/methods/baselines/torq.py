@@ -62,7 +62,9 @@ class Torq(Gptq):
       record["energy_deviation"] = float(deviation)
       return rotation.astype(jnp.float32)
 
+    # On blocks as they are after the first rotation.
     def intra() -> jax.Array:
+      # Every token gives a row for each of its blocks.
       sample = inputs.sample(max(1, self.rows // inputs.blocks))
       rotation, losses = two_level.even_out(_pooled(sample, across), inputs.rules)
       record["occupancy_losses"] = losses

@@ -71,6 +71,8 @@ def round_blocks(
   # Copy because the residual's buffer is donated block by block.
   residual = jnp.array(weight.reshape(blocks * size, rows), jnp.float64, copy=True)
   rounded, transforms = [], []
+  # A loop of calls and no scan: every block factors and multiplies, which rule 2 of
+  # `mxjax.devices.execution` keeps in functions of their own.
   for index in reversed(range(blocks)):
     block = jnp.int32(index)
     target = execution.block_on_cpu(nearest_plane.target(factor, residual, block))

@@ -46,6 +46,7 @@ class HiRes(Program):
   """
 
   name: str = "hires"
+  # In this order: the MLP is measured with attention's correction installed.
   recover: tuple[RecoveryFit, ...] = (ATTENTION, MLP)
   use_interaction: bool = True
   use_balance: bool = True

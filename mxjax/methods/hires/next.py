@@ -166,6 +166,8 @@ class HiResDescent(Program):
     )
 
   def _searched(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
+    # The one-code rule counts as one change by G_Q alone: its K_Q needs the codes of
+    # the weights, which are chosen after the map.
     changes: int | None = self.changes or int(self.rounding != "nearest")
     if self.activations == "float":
       # Inputs that are not rounded have no error that a map could lower.
@@ -240,8 +242,10 @@ def refitted(
   returns the error of the outputs that the rounded weights make of exact inputs, over
   the outputs, before and after.
   """
+  # Moments of mapped inputs, which A multiplies.
   hessian = conjugated(inputs.hessian(), input_map)
   moments = _gram(decoded), execution.block_on_cpu(map_refit.own_moments(hessian))
+  # Apart from the products of `refit`, by rule 2 of `mxjax.devices.execution`.
   inverses = [
     execution.call_in_batches(map_refit.damped_inverses, one) for one in moments
   ]
@@ -262,6 +266,7 @@ def _losses(
   """Computes the relative errors of the outputs without and with the correction."""
   after = map_refit.effective(decoded, correction)
   loss = lambda weights: gptq.reconstruction_loss(weight, weights, hessian)
+  # The loss of weights of zero is the energy of the outputs.
   signal = loss(jnp.zeros_like(weight))
   found = jnp.stack([loss(decoded), loss(after)])
   return jnp.where(signal > 0, found / signal, 0)
@@ -280,6 +285,7 @@ HIRES_NEXT = HiResDescent(
   recover=(),
   tune=ScaleDistillation(),
 )
+# As many candidates as the program has that was found (`docs/results/discovery.md`).
 MAP_SEARCH = HiResDescent(
   name="map-search",
   chart="geometric",

@@ -59,6 +59,7 @@ def shape(
   Raises:
     FloatingPointError: No candidate of a block has a finite J_k.
   """
+  # The charts, and the axes that the candidates spread.
   moment = inputs.moment()
   output = stage1.output_moment(weight, inputs, stage1.weight_moments(weight))
   make = functools.partial(chart, max_condition=float(max_condition))
@@ -66,6 +67,7 @@ def shape(
   axes, inverse = execution.call_in_batches(
     map_search.principal_axes, charts, moment, output
   )
+  # J_k of every candidate. The stride is rounded up, so that at most `ROWS` are left.
   turned, phases = map_search.turns(candidates)
   stride = -(-weight.shape[-1] // ROWS)
   losses = execution.block_on_cpu(
@@ -77,6 +79,7 @@ def shape(
     )
   )
   measured = np.asarray(losses)
+  # One finite candidate is enough for a block.
   is_finite = np.isfinite(measured)
   if (lost := np.flatnonzero(~is_finite.any(0))).size:
     raise FloatingPointRefusal(
@@ -97,6 +100,7 @@ def shape(
     ],
   }
   if steps:
+    # The chosen maps are where the descent starts.
     kappa = execution.call_in_batches(map_descent.compensated_moment, matrix, moment)
     descent = execution.block_on_cpu(
       map_descent.descend(

@@ -159,6 +159,8 @@ def _weight_crosses(
     error = local_interaction.rotated_error_moment(
       part, rotated_inverse.astype(jnp.float32), rules
     )
+    # The sums are E_W' V, and K_W is V' E_W. A weight of one row has no odd rows, hence
+    # the 1.
     crosses.append(local_interaction.unrotate(error).mT / max(part.shape[-1], 1))
   return jnp.stack(crosses)
 
@@ -166,6 +168,7 @@ def _weight_crosses(
 @execution.jit()
 def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.Array:
   """Computes C_W by fold: the raw moments in the reference chart."""
+  # R_H P^-T M P^-1 R_H, of which `unrotate` leaves P^-T M P^-1.
   mapped = rotated_inverse[None] @ weight_moments @ rotated_inverse.mT[None]
   return local_interaction.unrotate(mapped)
 
@@ -219,6 +222,7 @@ def fit_interaction(
   )
   (start,) = execution.float64_zeros((2, *chart.shape))
   errors = inputs.reduce(_anchor_step, start, anchor.rotated)
+  # One calibration sequence leaves the odd fold empty: zero, and not 0 / 0.
   counts = np.maximum(np.asarray(inputs.fold_tokens, np.float64), 1.0)
   return _solve_interaction(anchor, inputs.fold_moments(), errors, counts)
 
@@ -277,6 +281,7 @@ def _weight_side(
   Returns the folded weight, its W'W, and the tiles of the nearest codes' E_W'E_W.
   """
   folded = input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
+  # What is encoded is float32, as it will be in Stage II.
   narrow = folded.astype(jnp.float32)
   error = mxfp4.round_blocks(narrow, rules) - narrow
   gram, tiles = (
@@ -303,6 +308,7 @@ def _propose(
   )
   proposal = dyadic_balance.propose(*risks)
   scales = tuple(step * proposal for step in dyadic_balance.STEPS)
+  # ||X W'||^2 / n is tr(W'W X'X) / n, so no product of the operands is formed.
   return scales, (gram * mapped_moment).sum((-2, -1))
 
 
@@ -344,14 +350,17 @@ def _measure(
   `starts` are zeros for the sums of two trials and of one, float64 `[2, blocks]` and
   `[blocks]`.
   """
+  # The denominator of Eq. serb-realized-loss.
   floored = np.maximum(np.asarray(signal), dyadic_balance.LOSS_FLOOR)
 
   def losses(batch: _TrialBatch, objective: jax.Array) -> np.ndarray:
     terms = np.asarray(batch.weights.weight_term)
+    # All of it by token: `terms` and the signal come from X'X / n.
     return (np.asarray(objective) / inputs.tokens + terms) / floored
 
   sums = inputs.reduce(_trial_step, starts[0], *ends.tables())
   of_full, of_identity = losses(ends, sums)
+  # Not a plain "greater": a loss of NaN is refused as well, as in `accept`.
   is_refused = ~(of_full <= of_identity)
   # Refused blocks come first: the step then reads a prefix of one list of a fixed
   # length, and no program is compiled for every number of them.
@@ -389,6 +398,7 @@ def balance(
   `balance_losses`, J_b of the full step, the half step (None if not needed) and
   identity.
   """
+  # What nearest codes cost either operand in the coordinates of T: the risks.
   blocks = inputs.blocks
   start, *starts = execution.float64_zeros(
     dyadic_balance.subgroup_shape(blocks), (2, blocks), (blocks,)
@@ -398,16 +408,19 @@ def balance(
   mapped_moment = _mapped_moment(moment, transform)
   with execution.one_lapack_thread():
     folded, *tables = _weight_side(weight, transform, inputs.rules)
+  # The proposal, and the weights of its three trials.
   scales, signal = _propose(*tables, mapped_moment, errors, tokens)
 
   def trial(scale: jax.Array) -> dyadic_balance.Trial:
     with execution.one_lapack_thread():
+      # The factor in a call of its own, by rule 2 of `mxjax.devices.execution`.
       upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
     return execution.block_on_cpu(
       dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, inputs.rules)
     )
 
   ends, half = _arranged(transform, scales, tuple(trial(scale) for scale in scales))
+  # J_b of the trials decides, block by block.
   losses = _measure(ends, half, signal, inputs, starts)
   installed, steps = _installed(scales[0], losses, transform)
   return installed, {

@@ -52,6 +52,7 @@ def realize(
     codes, record = gptq.round_to_nearest(weight, inputs.rules), {}
   else:
     codes, record = reconstruct(weight, inputs, input_map, damping)
+  # After the codes, because the tables are of the decoded weights.
   rule = activation_rule(weight, codes.decoded, rounding)
   if storage == "bfloat16":
     rule = rule.narrowed()

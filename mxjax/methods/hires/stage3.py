@@ -55,6 +55,8 @@ class AttentionFit(RecoveryFit):
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     fit = value_recovery.solve(moments)
     before, after = value_recovery.errors(moments, fit)
+    # Sums and solution are float64, and the correction runs in float32 (Quantization
+    # Setup).
     return _float32(fit), {
       "scale": fit.scale.tolist(),
       "offset": fit.offset.tolist(),
@@ -75,6 +77,7 @@ class MlpFit(RecoveryFit):
     """Returns the coordinate weights omega as constants, and zero moments by cell."""
     del float_taps
     weights = mlp_recovery.column_weights(float_layer["mlp"]["down_proj"]["weight"])
+    # Fewer sequences than residue classes would leave cells empty, with means of NaN.
     residues = min(mlp_recovery.CELL_RESIDUES, sequences)
     cells = residues, mlp_recovery.CELL_QUARTERS
     shapes = cells, (*cells, 3, 3), (*cells, 3), cells, cells
@@ -90,10 +93,13 @@ class MlpFit(RecoveryFit):
     """Adds a sequence to its four cells: its residue, by quarter of positions."""
     gate_sums, cells = moments
     taps, float_mlp = sample.taps, sample.float_layer["mlp"]
+    # g* and u*: the float weights on what the quantized model feeds them (A16).
     targets = [
       add_bias(linear(taps["gate_up_input"], params["weight"]), params.get("bias"))
       for params in (float_mlp["gate_proj"], float_mlp["up_proj"])
     ]
+    # Cells are classes of sequences by quarters of positions, so a sequence adds to the
+    # four of its class.
     new = _quarter_moments((taps["gate"], taps["up"], *targets), sample.constants)
     residue = sample.index % cells.count.shape[0]
     add = jax.tree.map(lambda total, part: total.at[residue].add(part), cells, new)
@@ -135,6 +141,7 @@ def _quarter_moments(
   """
   length, quarters = arrays[0].shape[1], mlp_recovery.CELL_QUARTERS
   whole = length - length % quarters
+  # As [hidden, T], because `cell_moments` sums along tokens and batches coordinates.
   rows = [a[0].T for a in arrays]
 
   def of_cells(part: slice, count: int) -> mlp_recovery.CellMoments:
