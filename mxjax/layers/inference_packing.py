@@ -72,6 +72,7 @@ def pack_for_inference(
   result = _map_linears(narrow, params) if tables else params
   result = dict(with_products(result, products))
   for name in ("embed_tokens", "lm_head") if embeddings else ():
+    # A tied head is not in the params, and what is packed already is no array.
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array | np.ndarray):
       result[name] = {**result[name], "weight": int8_matrix(jnp.asarray(weight))}
@@ -190,6 +191,7 @@ def float8_error() -> jax.Array:
   x, weight = (encode(jax.random.normal(key, (128, 4096))) for key in keys)
   scale, _ = mxfp4_decode.float8_range(weight)
   got = float8_matmul(float8.of_tensor(x), weight, scale)
+  # Legal values are exact in float8, so only sums can differ.
   values = (mxfp4.decode(tensor, jnp.float32) for tensor in (x, weight))
   want = jnp.einsum("nd,md->nm", *values, precision=HIGHEST)
   return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
@@ -200,6 +202,8 @@ def int8_matrix(weight: jax.Array) -> Int8Matrix:
   """Rounds each row `[rows, d]` to int8 with its largest magnitude at 127."""
   wide = weight.astype(jnp.float32)
   largest = jnp.abs(wide).max(axis=1)
+  # A row of zeros stays zeros, where 0 / 0 would be NaN. -128 is not used, so that
+  # codes are symmetric.
   scales = jnp.where(largest > 0, largest, 1.0) / 127.0
   codes = jnp.round(wide / scales[:, None]).astype(jnp.int8)
   return Int8Matrix(codes, scales)

@@ -123,6 +123,8 @@ class ScaledInputs:
     return _scaled_linear(x, self.factor, self.quantized)
 
 
+# A rule of its own, because a quantized linear gives its arrays no gradient: that of a
+# factor in its map would be zero.
 @jax.custom_vjp
 def _scaled_linear(
   x: jax.Array, factor: jax.Array, quantized: QuantizedLinear
@@ -188,6 +190,7 @@ class RowSharded:
 
   def whole(self) -> Any:
     """Gathers the rows of all devices."""
+    # Tiled: the rows are joined, and no axis is added.
     gather = lambda a: jax.lax.all_gather(a, self.axis, axis=0, tiled=True)
     return map_rows(gather, lambda a: a, self.weight)
 
@@ -232,6 +235,7 @@ def map_rows(
   """Applies `by_row` to arrays with one row per output and `whole` to the rest."""
   match weight:
     case QuantizedLinear():
+      # Maps and tables belong to the inputs, which every row reads.
       names = ("input_map", "rounding", "float8_scale")
       others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
       packed = map_rows(by_row, whole, weight.weight)
@@ -266,6 +270,7 @@ def linear(
     NotImplementedError: The requested implementation cannot run.
     ValueError: The width of a quantized linear is not a multiple of 32.
   """
+  # Before `as_array`, because a kernel may compute deferred inputs itself.
   if isinstance(weight, QuantizedLinear):
     return quantized_products(x, [weight], implementation)[0]
   x = fused_inputs.as_array(x)

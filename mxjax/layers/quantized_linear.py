@@ -111,6 +111,7 @@ def _products(
 ) -> list[jax.Array]:
   width = x.shape[-1]
   mxfp4.check_width("linear", width)
+  # One linear that kernels cannot run is enough: all share their launches.
   obstacle = next(filter(None, (_obstacle(x, weight) for weight in weights)), None)
   # `native` applies only to the A4 rule, which resolves it when it rounds.
   resolved = implementations.choose(
@@ -132,6 +133,7 @@ def _forward(
   weights: Sequence[QuantizedLinear],
   implementation: Implementation | None,
 ) -> tuple[list[jax.Array], Any]:
+  # The gradient at the inputs does not depend on them, so plain ones are not kept.
   deferred = None if isinstance(x, jax.Array) else x
   return _products(x, weights, implementation), (deferred, weights)
 
@@ -164,6 +166,7 @@ def input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
   mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(dtype).T))
   blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
   if weight.input_map is not None:
+    # By transposing `apply`, so that a map needs no method for its transpose.
     [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
   x = mxfp4.from_blocks(blocks).astype(cotangent.dtype)
   return x.reshape(*cotangent.shape[:-1], -1)
@@ -263,6 +266,7 @@ def _by_kernels(
   outputs: dict[int, jax.Array] = {}
   # Linears whose operands have one form share a pass over the inputs and, with few
   # rows, a launch of the product.
+  # Sorted, because a set of texts has another order in another process.
   for form in sorted(set(forms)):
     places = [place for place, wanted in enumerate(forms) if wanted == form]
     some = [weights[place] for place in places]
@@ -283,6 +287,7 @@ def _by_kernels(
 
 def _may_refine(x: fused_inputs.Input, weights: Sequence[QuantizedLinear]) -> bool:
   """Returns whether a product may refine these inputs for all of the linears."""
+  # The fused kernel keeps its inputs in bfloat16 and makes float8 operands.
   if x.dtype != jnp.bfloat16 or any(w.float8_scale is None for w in weights):
     return False
   if any(map_outside(weight.input_map) is not None for weight in weights):
@@ -290,6 +295,7 @@ def _may_refine(x: fused_inputs.Input, weights: Sequence[QuantizedLinear]) -> bo
   tables = [tables_of(weight.input_map, weight.rounding) for weight in weights]
   outputs = [weight.shape[0] for weight in weights]
   takes = [fused.obstacle((x.shape[0], x.shape[1]), each) is None for each in outputs]
+  # One launch has one rule for all of its linears.
   return all(takes) and len(set(map(jax.tree.structure, tables))) == 1
 
 

@@ -62,6 +62,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       other += _bytes(node)
       values += math.prod(node.shape)
   quantized = sum(linears.values())
+  # Two bytes for each weight and value; a float model has no recovery.
   total, bf16_total = quantized + recovery + other, 2 * (weights + values)
   return {
     "quantized_linears": {
