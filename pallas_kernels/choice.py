@@ -96,6 +96,8 @@ FLOAT8_FUSED = Product(
   refines=True,
 )
 """The stream-K product with the refinement of its inputs in the same launch."""
+# An entry takes all rows from its number on: where several can run, the one that was
+# measured to be faster stands first.
 TABLE = (FLOAT8_MOSAIC, FLOAT8_LIBRARY, LIBRARY, PACKED, INT8)
 """The first that can run is taken."""
 _OBSTACLES = {
@@ -149,4 +151,6 @@ def product(
       fits = _OBSTACLES[entry]((rows, width), outputs) is None
     if fits:
       return entry
+  # Only a device that is too old for kernels comes here, and its reference takes inputs
+  # in any form.
   return INT8

@@ -18,6 +18,8 @@ UPPER = -(1 << 16)
 UPPER_HALF = 0x7FFF0000
 """The same mask without the sign."""
 NAN = 0x7FC00000
+# A quarter of 2^-124 is 2^-126, the smallest normal float32, and below a quarter of the
+# scale a value rounds to zero.
 _SMALLEST_FAST = -124
 """From this exponent up no subnormal reaches a nonzero code."""
 
@@ -41,6 +43,8 @@ def block_exponent(largest: jax.Array, *, rounds_up: bool = False) -> jax.Array:
   field = largest >> 23
   # From mantissa 1.75 up, the carry reaches the exponent.
   rounded = (largest + (1 << 21)) >> 23 if rounds_up else field
+  # The largest E2M1 value, 6, is 1.5 * 2^2, so its exponent lies 2 above that of the
+  # scale: 129 is the bias 127 and 2. Byte 0 stands for -127, the least.
   exponent = jnp.maximum(rounded - 129, -127)
   return jnp.where(field == 255, 128, exponent)
 
@@ -55,9 +59,12 @@ def nearest_index(size: jax.Array) -> jax.Array:
   `size` is nonnegative float32. The result is exact below 8 for at most 8 significant
   bits; with more bits, a sum may round up to a tie.
   """
+  # 1.0 is 254 << 22 in bits and stands for index 0: a sum with 1.25 puts zero half a
+  # step above it. From 1 up two steps are added, because 1 has the index 2.
   below_one = bits(size + 1.25)
   from_one = bits(size) + ((1 << 21) + (2 << 22))
   largest = jnp.maximum(below_one, from_one)
+  # Beyond 6 a value saturates.
   return (jnp.minimum(largest, (254 + 7) << 22) >> 22) - 254
 
 
@@ -76,9 +83,12 @@ def magnitude_index(
   def tiny() -> jax.Array:
     # Converting an integer mantissa is exact and normalizes subnormals.
     mantissa = bits(magnitude.astype(jnp.float32))
+    # A subnormal is its mantissa times 2^-149. Rows of larger exponents encode their
+    # subnormals to zero by this shift, too, while 149 + 128 would run into the sign.
     shift = (jnp.minimum(exponent, _SMALLEST_FAST) + 149) << 23
     normal = magnitude - (exponent << 23)
     scaled = jnp.where(magnitude < (1 << 23), mantissa - shift, normal)
+    # The bits of zero, and of what is far below the scale, have turned negative.
     return nearest_index(from_bits(jnp.maximum(scaled, 0)))
 
   def normal() -> jax.Array:
@@ -156,6 +166,8 @@ def pack(codes: jax.Array) -> jax.Array:
   """Packs int32 codes `[n, d]` to uint8 `[n, d / 2]`, even column low."""
   rows, width = codes.shape
   pairs = codes.reshape(rows, width // 2, 2)
+  # A sum with the weights 1 and 16, because Triton cannot take every second column of
+  # an array in registers.
   weights = 1 + 15 * lax.broadcasted_iota(jnp.int32, (1, 1, 2), 2)
   return jnp.sum(pairs * weights, axis=2).astype(jnp.uint8)
 

@@ -37,6 +37,8 @@ def _group_kernel(
 ) -> None:
   mask = lowering.tail_mask(rows, _ROWS, lowering.program_id(0))
   weight = lowering.load(weight_ref, None, mask)
+  # The exponent is that of the weights before any column of the group is rounded, and
+  # stays: it is frozen for the group, as in the reference.
   magnitude = codec.bits(weight) & codec.UPPER_HALF
   exponent = codec.block_exponent(jnp.max(magnitude, axis=0))[:, None]
   scale = codec.scale_of(exponent)
@@ -45,11 +47,14 @@ def _group_kernel(
 
   def column(j: jax.Array, weight: jax.Array) -> jax.Array:
     here = lowering.columns(j, 1)
+    # Triton cannot index an array in registers: the column is a sum of it and zeros.
     target = jnp.sum(jnp.where(axis == j, weight, 0.0), axis=0)[:, None]
     index = codec.magnitude_index(
       codec.bits(target), exponent, has_subnormals=not interpret
     )
     code = codec.with_sign(index, target)
+    # Row j of the upper triangle is zero before column j, so columns that are rounded
+    # already stay as they are without a mask.
     coupling = upper_ref[here, :].reshape(_BLOCK)[:, None]
     pivot = upper_ref[here, here]
     error = (target - codec.copy_sign(codec.magnitude(index), target) * scale) / pivot
@@ -104,6 +109,8 @@ def _reconstruct(
     index, target = item
     start = index * size
     columns = lax.dynamic_slice_in_dim(upper, start, size, axis=1)
+    # Groups that are not reached yet have zero errors, so that one product over all d
+    # serves every group of the scan.
     target -= jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
     diagonal = lax.dynamic_slice_in_dim(columns, start, size, axis=0)
     codes, exponent, error = launch(target, diagonal, interpret=interpret)
@@ -114,6 +121,7 @@ def _reconstruct(
   groups = jnp.arange(blocks, dtype=jnp.int32), weight
   _, (codes, exponent) = lax.scan(group, errors, groups)
   wide = codes.astype(jnp.int32)
+  # Bit 3 of a code is its sign.
   sign = jnp.where(wide >= 8, -1.0, 1.0).astype(weight.dtype)
   elements = sign * mxfp4.magnitude(wide & 7).astype(weight.dtype)
   scale = float_bits.power_of_two(exponent).astype(weight.dtype)

@@ -163,8 +163,10 @@ def shares(tiles: int, steps: int, *, at_once: int = 4) -> int:
   Up to `at_once` programs a multiprocessor, as many as possible. An equal number for
   each matters first, because the launch waits for the last program.
   """
+  # Divisors alone, so that every program has as many steps.
   fit = [n for n in range(1, steps + 1) if steps % n == 0]
   fit = [n for n in fit if n * tiles <= at_once * multiprocessors()] or [1]
+  # A round is one program on each multiprocessor; the last may be partly empty.
   rounds = lambda n: -(-n * tiles // multiprocessors())
   return max(fit, key=lambda n: (n * tiles / rounds(n), n))
 
@@ -222,6 +224,7 @@ def by_ptx(
     ptx,
     args=operands,
     constraints=",".join(["=r", *("r" for _ in operands)]),
+    # Elements that fill a 32-bit register.
     pack=4 // operands[0].dtype.itemsize,
     result_shape_dtypes=[jax.eval_shape(meaning, *operands)],
   )

@@ -23,6 +23,7 @@ from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering
 
 FLOAT8 = jnp.float8_e4m3fn
+# 6 * 2^6 is 384, and E4M3 ends at 448.
 TOP = 6
 """The exponent e for which 6 * 2^e is the largest legal value inside the range."""
 SPREAD = 14
@@ -36,6 +37,8 @@ float32."""
 BLOCKS, WARPS = 256, 4
 """Blocks per program, and the warps that share them."""
 
+# Magnitudes have bits 0 to 2 and 4 to 6 of a byte, signs bits 3 and 7. A factor of two
+# bits copies the byte to both halves, and a mask keeps one code in each.
 _TWO_CODES = """
   mul.lo.u32 value, half, {0};
   and.b32 value, value, {1};
@@ -68,6 +71,8 @@ def float8_ptx() -> str:
   A code's bits are a float16 whose exponent is 14 too low.
   """
 
+  # A float16 has its exponent from bit 10 on: codes go to bit 9, where they are 14
+  # powers of two too small, and 0x7400 is 2^14.
   def two(source: str, target: str) -> str:
     return f"""
   {source}{_TWO_CODES.format("0x00200200", "0x0E000E00")}
@@ -134,6 +139,7 @@ def _float8_kernel(
   interpret: bool,
 ) -> None:
   mask = lowering.tail_mask(rows, BLOCKS, lowering.program_id(0))
+  # An int16 brings its sign along, which `float8_ptx` would take for codes.
   word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
   byte = lowering.load(scales_ref, mask).astype(jnp.int32)
   exponent = byte - (codec.bits(unit_ref[0]) >> 23)
@@ -222,6 +228,7 @@ def float8_range(tensor: mxfp4.MXTensor) -> tuple[jax.Array, jax.Array]:
   of 255, or if the scale of a product would not be a float32.
   """
   byte = tensor.scales.astype(jnp.int32)
+  # The smallest byte is the largest distance below 255. Blocks of zeros are left out.
   below = jnp.where(byte == 0, 0, mxfp4.NOT_FINITE - byte)
   # One reduction for both ends.
   top, furthest = jnp.stack([byte, below]).max(tuple(range(1, byte.ndim + 1)))
@@ -245,5 +252,6 @@ def decode_float8(
     "pallas_kernels.decode_float8", implementation, tensor, implementations.FLOAT8
   )
   if implementation == "xla":
+    # A power of two: its inverse and the product are exact.
     return (mxfp4.decode(tensor, jnp.float32) * (1 / unit)).astype(FLOAT8)
   return launch_float8(tensor, unit, interpret=implementation == "interpret")

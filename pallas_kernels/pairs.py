@@ -23,6 +23,7 @@ UPPER_PTX = "prmt.b32 $0, $1, $2, 0x7632;"
 
 PAIR_INTEGERS = (9, 0)
 """Compute capability from which there are sums and minima of two 16-bit integers."""
+# As bfloat16, 0x8000 is -0 and 0x0080 is 2^-126, the smallest normal number.
 _SCALED = """
   .reg .b32 size, other, zero;
   mov.b32 zero, 0x80008000;
@@ -35,12 +36,16 @@ _SCALED = """
 The legal values below 1 fall on subnormals and all legal values are 2^6 apart in the
 bits, so adding half of that and truncating rounds ties up. Four mantissa bits are as
 decisive as seven and keep the products exact where it matters."""
+# 0x20 is half of 2^6. 0x1FF is the last bit pattern of code 7, at which larger values,
+# infinity and NaN saturate.
 _HALF_ADDED = """
   mov.b32 other, 0x00200020;
   add.u16x2 size, size, other;
   mov.b32 other, 0x01FF01FF;
   min.u16x2 size, size, other;"""
 """One instruction after `ptxas`."""
+# The minimum comes first and is lower by the half, 0x20: then the sum, of 32 bits, ends
+# at 0x1FF in each half and carries out of none.
 _HALF_ADDED_BEFORE = """
   mov.b32 other, 0x01DF01DF;
   min.bf16x2 size, size, other;
@@ -57,6 +62,8 @@ def _rounded() -> str:
   and.b32 size, size, 0x01C001C0;"""
 
 
+# The product puts the lower half's code, at bit 6, to bit 18 as well, below the upper
+# half's at bit 22.
 _JOINED = """
   shr.b32 other, $1, 6;
   and.b32 other, other, 0x02000200;
@@ -88,6 +95,7 @@ def nearest_ptx() -> str:
 }}"""
 
 
+# A legal value needs no rounding: a product with 2^-126 alone takes its code to bit 6.
 PACKED_PTX = f"""{{
   .reg .b32 size, other, zero;
   mov.b32 zero, 0x80008000;
@@ -138,6 +146,7 @@ def _nearest_index(half: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.A
   x = codec.from_bits(half.astype(jnp.int32) << 16)
   exponent = mxfp4.SCALE_BIAS - ((factor.astype(jnp.int32) >> 7) & 255)
   size = codec.bits(x) & codec.UPPER_HALF
+  # This is what an interpreter runs, on a CPU, where XLA flushes subnormals.
   return codec.magnitude_index(size, exponent, has_subnormals=False), x
 
 

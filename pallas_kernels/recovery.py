@@ -49,6 +49,7 @@ def silu_ptx() -> str:
   twice inside the refinement. The reciprocal is within one unit in the last place, and
   one of a subnormal is 0, so from x = -88 on the result is 0 instead of 1e-36 or less.
   """
+  # The two constants are -log2(e) and 1.
   return """{
   .reg .b32 e;
   mul.rn.f32 e, $1, 0fBFB8AA3B;
@@ -77,9 +78,12 @@ def corrected_product(
   interpret: bool,
 ) -> jax.Array:
   """Computes the corrected product of tiles of one shape, with scalars as `[1]`."""
+  # Of the rank of the tile, because ranks are not promoted by themselves where JAX is
+  # told to be strict, as in tests.
   scalars: mlp_recovery.MlpRecovery = jax.tree.map(
     lambda ref: ref[...].reshape((1,) * gate.ndim), scalars_ref
   )
+  # Paper: Eq. hires-mlp-update, with beta, alpha, sigma_g and eta by their names.
   corrected = (1.0 + scalars.gate_scale) * gate.astype(jnp.float32)
   corrected += scalars.gate_shift * scalars.gate_deviation
   passed = silu(corrected, interpret)
@@ -128,6 +132,7 @@ def _affine_kernel(
   feature = place[1] * _TILE[1] + lax.iota(jnp.int32, _TILE[1])
   # The last tile may reach beyond the last head.
   head = jnp.minimum(feature, shape[1] - 1) // head_dim
+  # Paper: Eq. hires-vo-fit; a head has one scale a and one offset b.
   scale = recovery_ref.scale[head].astype(jnp.float32)[None, :]
   offset = recovery_ref.offset[head].astype(jnp.float32)[None, :]
   values = lowering.load(values_ref, *masks).astype(jnp.float32)

@@ -32,6 +32,8 @@ from mxjax.pallas_kernels.attention.shares import Attended
 Kept = jax.Array | ScaledE4M3
 """Keys or values: `[batch, tokens, kv_heads, head_dim]`."""
 
+# As bfloat16, 0x7B80 is 2^120 and 0x8000 is -0. The exponent's lowest bit is bit 3 of a
+# code and bit 7 of a bfloat16, hence the shift by 4.
 E4M3_PTX = """{
   .reg .b32 sign, size, power, zero;
   shl.b32 sign, $1, 8;
@@ -56,6 +58,8 @@ def e4m3_values(codes: jax.Array) -> jax.Array:
   """
   code = codes.astype(jnp.int32)
   size = code & 0x7F
+  # The shift takes bit 3, the exponent's lowest, to bit 23; the biases 127 and 7 differ
+  # by 120. Below 8 the exponent's field is zero: multiples of 2^-9.
   normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
   values = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
   return jnp.where(code >= 0x80, -values, values)
@@ -91,6 +95,7 @@ class Tile:
     # Two programs for each multiprocessor keep the memory busy.
     programs = 2 * lowering.multiprocessors() // (batch * kv_heads)
     wanted = max(1, min(programs, -(-positions // chunk)))
+    # Down to a power of two, as arrays of Triton have to be; see `shares.combine`.
     splits = 1 << (wanted.bit_length() - 1)
     rows = at_least_16(new * heads // kv_heads)
     return cls(rows, at_least_16(new), chunk, splits, warps)
@@ -114,6 +119,8 @@ def obstacle(
   if 0 in queries.shape or 0 in past[0].shape:
     return f"there is nothing to do in shapes {queries.shape} and {past[0].shape}"
   head_dim, kv_heads = keys.shape[-1], keys.shape[2]
+  # Arrays in registers have powers of two for sizes, and a matrix instruction takes 16
+  # columns at least.
   if head_dim not in (16, 32, 64, 128, 256):
     return f"head_dim must be a power of two from 16 to 256, got {head_dim}"
   count = queries.shape[1] * queries.shape[2] // kv_heads
@@ -135,6 +142,7 @@ def _values_and_factors(
   if dtype == jnp.float32:
     return e4m3_values(kept.codes), factors
   meaning = lambda codes: e4m3_values(codes).astype(dtype)
+  # `by_ptx` takes operands as wide as the result, and so two codes a register.
   halves = kept.codes.astype(jnp.uint16)
   return lowering.by_ptx(E4M3_PTX, meaning, halves, interpret=interpret), factors
 
@@ -166,6 +174,7 @@ def _kernel(
   first_chunk = first // tile.chunk
   chunks = (start + tile.chunk - 1) // tile.chunk - first_chunk
 
+  # Shares of whole chunks that differ by one at most.
   bound = lambda split: first_chunk + split * chunks // tile.splits
 
   def seen(position: jax.Array, exists: jax.Array) -> jax.Array:
@@ -197,6 +206,7 @@ def _kernel(
     return with_tokens(running, kept, position, exists)
 
   place = lax.iota(jnp.int32, tile.new)
+  # One program alone counts the new tokens; its partners would count them again.
   exists = (place < new) & (split == 0)
   # Padding tokens repeat the last one; they are neither seen nor stored.
   newest = jax.tree.map(lambda ref: ref[jnp.minimum(place, new - 1)], new_refs)
@@ -254,6 +264,8 @@ def launch(
     name="cached_attention",
     grid=(batch, kv_heads, tile.splits),
     **_specs(queries, past, firsts, tile),
+    # Operands: start, queries, as many arrays of new tokens as the cache has, the
+    # cache. Results: sums, tops, totals, the cache.
     in_place={2 + arrays + i: 3 + i for i in range(arrays)},
     warps=tile.warps,
     stages=tile.stages,

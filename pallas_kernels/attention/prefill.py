@@ -110,6 +110,8 @@ def _kernel(
   first, past = 0, (oldest + 1) // tile.chunk
   if window is not None:
     first = jnp.maximum(oldest - window + 1, 0) // tile.chunk
+    # The last query, at oldest + rows - 1, sees keys from oldest + rows - window on:
+    # rounded up to a chunk, here by a floor of the negative.
     near = -((window - oldest - tile.rows) // tile.chunk)
     near = jnp.clip(near, first, past)
     running = lax.fori_loop(first, near, masked, running)
@@ -117,6 +119,7 @@ def _kernel(
   running = lax.fori_loop(first, past, whole, running)
   newest = jnp.minimum(oldest + tile.rows, stop) - 1
   running = lax.fori_loop(past, newest // tile.chunk + 1, masked, running)
+  # No total is zero: each query that is stored sees at least its own key.
   outputs = running.sums / running.total[:, None]
   lowering.store(out_ref, outputs.astype(out_ref.dtype), exists)
 
@@ -166,6 +169,8 @@ def launch(
     keys,
     values,
     name="prefill_attention",
+    # Heads are the launch's fastest axis, so that those of one key-value head, which
+    # follow each other, find its keys and values in the L2.
     grid=(heads, -(-new // tile.rows), batch),
     in_specs=[lowering.BlockSpec((1,), lambda h, t, b: (b,)), some, every, every],
     out_specs=some,

@@ -41,6 +41,7 @@ class Running(NamedTuple):
     ones. A score and a weight are multiplied by them, with the bits of the products by
     each element where nothing is subnormal. `interpret` is that of `lowering.by_ptx`.
     """
+    # The GPU has an instruction for powers of two alone: e^x is 2^(x / ln 2).
     dtype, unit = values.dtype, queries.shape[1] ** -0.5 / math.log(2)
     dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
     scores = dot(queries, keys, transpose_b=True)
@@ -55,6 +56,7 @@ class Running(NamedTuple):
     decay = _power_of_two((self.top - origin) * unit, interpret)
     total = decay * self.total + jnp.sum(weights, axis=1)
     if scales is not None:
+      # After the total: the scale belongs to the value, the weight of the key stays.
       weights *= scales[1][None, :]
     sums = decay[:, None] * self.sums + dot(weights.astype(dtype), values)
     return Running(sums, higher, total)

@@ -104,6 +104,7 @@ def combine(refs: Attended) -> jax.Array:
   """Combines a program's features `[width]` from the references given by `specs`."""
   splits, width = refs.sums.shape
   size = min(splits, _STEP)
+  # Finite, because the first share holds each query's own key.
   top = jnp.max(refs.tops[...], axis=0)
 
   def add(step: jax.Array, carry: Any) -> Any:
@@ -115,5 +116,6 @@ def combine(refs: Attended) -> jax.Array:
     return sums, total + jnp.sum(weights * refs.totals[here], axis=0)
 
   empty = jnp.zeros((width,), jnp.float32), jnp.zeros((), jnp.float32)
+  # Both are powers of two, so the steps are whole.
   sums, total = lax.fori_loop(0, splits // size, add, empty)
   return (sums / total).astype(refs.dtype)

@@ -134,6 +134,8 @@ def halves_by_ptx(
     kind = layout.to_mgpu().registers_element_type(
       mgpu.utils.dtype_to_ir_type(result.dtype)
     )
+    # Without an early clobber a result may share a register with an operand: hence
+    # `ptx` writes results last.
     constraints = ",".join(["=r", "=r", *["r"] * (1 + len(narrow))])
     made: list[list[Any]] = []
     sources = [wide, *narrow]
@@ -333,6 +335,7 @@ def fence(*, interpret: bool) -> None:
     from jaxlib.mlir.dialects import llvm
 
     nothing = ir.Type.parse("!llvm.void")
+    # Without side effects the compiler would drop what gives no result.
     llvm.inline_asm(nothing, [], "fence.proxy.async.global;", "", has_side_effects=True)
 
   emit()
@@ -348,6 +351,7 @@ def tile(
   """
   size = jnp.dtype(dtype).itemsize
   swizzle = swizzle or min(128, columns * size)
+  # Eight rows of a swizzle's bytes are what copies and matrix instructions address.
   transforms = gpu.TilingTransform((8, swizzle // size)), gpu.SwizzleTransform(swizzle)
   return gpu.SMEM((*leading, rows, columns), dtype, transforms=transforms)
 

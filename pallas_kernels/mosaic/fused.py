@@ -42,6 +42,7 @@ ROWS = refinement.ROWS
 STAGES = 16
 """Steps of weights in flight, at most."""
 _BLOCK, _BLOCKS = mxfp4.BLOCK_SIZE, refinement.BLOCKS
+# 512 in all: enough for the groups of 256 programs, one a multiprocessor.
 _FLAGS = 8
 """Flags in a row of 64."""
 _COUNTED = 16
@@ -111,6 +112,8 @@ def _places(work: Work, linear: jax.Array, block: jax.Array) -> jax.Array:
   iota = functools.partial(gpu.broadcasted_iota, jnp.int32, (ROWS, _BLOCK))
   row, column = (iota(axis, layout=gpu.Layout.WGMMA) for axis in (0, 1))
   group, own = lax.div(block, float8.BLOCKS), lax.rem(block, float8.BLOCKS)
+  # The order of `float8.in_order_of_blocks`: the n-th words, of four columns, of the
+  # four blocks of a group lie side by side.
   inside = (column >> 2) * (4 * float8.BLOCKS) + (column & 3) + 4 * own
   first = linear * (ROWS * work.width) + group * (float8.BLOCKS * _BLOCK)
   place = first + row * work.width + inside
@@ -158,6 +161,7 @@ def _refine(
   flag, arrived = _flag(work, group), s["inputs_arrived"].at[group]
   write = functools.partial(device.put, refs["flags"], layout=_vector(1), **how)
   write(flag, _all(0))
+  # Its barrier: no thread may set the flag before it is cleared.
   gpu.commit_smem()
 
   def item(linear: jax.Array, pair: jax.Array) -> None:
@@ -200,11 +204,14 @@ def _is_shifted(
   iota = functools.partial(gpu.broadcasted_iota, jnp.int32, (ROWS, _FLAGS))
   row, column = (iota(axis, layout=gpu.Layout.WGMMA) for axis in (0, 1))
   flags = device.load(refs["flags"], gpu.Layout.WGMMA)
+  # Nothing writes the flags of programs that there are not.
   flags = jnp.where(row * _FLAGS + column < count, flags, 0)
   of_row, cell = jnp.max(flags, axis=1), s["cell"]
   how = {"layout": _vector(1), "interpret": work.interpret}
   if work.interpret:
     return jnp.max(of_row)
+  # A thread knows the flags of its own rows alone; the cell tells all threads of the
+  # group. It is cleared before any of them sets it.
   device.put(cell, jnp.where(_rows() == 0, group, -1), _all(0), **how)
   gpu.commit_smem()
   device.put(cell, jnp.where(of_row > 0, group, -1), _all(1), **how)
@@ -239,6 +246,7 @@ def _shift(refs: dict[str, Any], work: Work, group: jax.Array) -> None:
       place = jnp.where(_rows() < work.rows, place, 0)
       byte = device.take_bytes(bytes_, place, layout=_vector(1), **how)
       place = _places(work, linear, index)
+      # What is read must be there; what comes of a place below 0 is not written.
       held = jnp.maximum(place, 0)
       value = device.take_bytes(x, held, layout=layout, **how)
       exponent = by_row(byte - mxfp4.SCALE_BIAS)
@@ -246,6 +254,7 @@ def _shift(refs: dict[str, Any], work: Work, group: jax.Array) -> None:
       place = jnp.where(by_row(jnp.where(is_mine, 1, 0)) > 0, place, -1)
       device.put(x, place, moved.astype(float8.FORM), layout=layout, **how)
 
+    # One group has the first pair of a linear and writes for all.
     @pl.when(pair == 0)
     def _() -> None:
       place = jnp.where(_rows() < work.rows, linear * ROWS + _rows(), -1)
@@ -274,6 +283,7 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
 
   def wait(number: int) -> None:
     if signals is not None:
+      # All groups wait for the same counter, so none may take from it.
       how = {"decrement": False, "memory_scope": "gpu"}
       gpu.semaphore_wait(signals.at[number], count, **how)
       device.fence(interpret=False)
@@ -284,6 +294,8 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
 
     def early(part: stream_k.Part) -> None:
       def copy(unit: jax.Array, step: int) -> None:
+        # The first steps find their slots free, and weights do not wait for inputs:
+        # they are on their way while those are refined.
         @pl.when(part.step(unit, step) < work.product.stages)
         def _() -> None:
           stream_k.copy_weights(refs, s, part, unit, step)
@@ -381,6 +393,7 @@ def work_of(
     rows, outputs, width, dtype, interpret, most=STAGES, reserved=reserved
   )
   work = Work(product, refined, rows, width, len(outputs))
+  # Every group has a flag of its own.
   assert product.programs * GROUPS <= ROWS * _FLAGS
   return work
 

@@ -78,6 +78,7 @@ def _fetch(refs: dict[str, Any], s: dict[str, Any], place: _Place, work: _Work) 
   def fetch(k: jax.Array, carry: None) -> None:
     slot = place.slot(k)
 
+    # The first steps find their slots free.
     @pl.when(place.step(k) >= STAGES)
     def _() -> None:
       gpu.barrier_wait(s["consumed"].at[slot])
@@ -132,12 +133,15 @@ def _total(
       # decoded would replace what is being multiplied, and ptxas would wait.
       return step(2 * half + 1, step(2 * half, parts))
 
+    # The loop takes pairs of steps; the last step, which decodes no other, and an odd
+    # one before it are left.
     left = 1 + (work.steps - 1) % 2
     parts = lax.fori_loop(0, (work.steps - left) // 2, two, decode(0))
     for k in range(work.steps - left, work.steps - 1):
       parts = step(k, parts)
     multiply(work.steps - 1, parts)
     finish(work.steps - 1)
+    # Nothing may read the sums before the products are waited for.
     return lax.optimization_barrier(acc[...])
 
   return pl.run_scoped(run, gpu.ACC((OUTPUTS, work.tile), jnp.float32))
@@ -152,6 +156,8 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: _Work) -> None:
 
     @pl.when(group == GROUPS)
     def _() -> None:
+      # Copies need few registers. 40 for this group of 128 threads and 232 for the two
+      # others are 64,512 of a multiprocessor's 65,536.
       gpu.set_max_registers(40, action="decrease")
       _fetch(refs, s, place, work)
 
@@ -160,6 +166,7 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: _Work) -> None:
       gpu.set_max_registers(232, action="increase")
       y = _total(refs, s, place, group, work) * refs["unit"][0]
       y = gpu.layout_cast(y.astype(refs["out"].dtype), gpu.Layout.WGMMA_TRANSPOSED)
+      # The results of the tile before may still be on their way from this memory.
       gpu.wait_smem_to_gmem(0, wait_read_only=True)
       s["out"].at[group].T[...] = y
       gpu.commit_smem()
@@ -223,9 +230,12 @@ def _launch(
   outputs, width = weight.shape
   # Half of the registers of a compute group hold the sums of a tile of 256 rows.
   largest = 256 // planes if jnp.dtype(dtype).itemsize == 2 else 128
+  # At most the rows, so that the last tile can overlap the one before.
   tile = min(largest, 1 << (rows.bit_length() - 1))
   shape = tile, rows, outputs, width // COLUMNS
   work = _Work(*shape, planes, decode, interpret)
+  # Four codes are a 16-bit word, and the scale bytes of a step's four blocks one of 32
+  # bits.
   view = lambda a, kind, n: lax.bitcast_convert_type(a.reshape(outputs, -1, n), kind)
   inputs = {
     "x": x,
@@ -239,6 +249,7 @@ def _launch(
   def body(*refs: Any, **scratch: Any) -> None:
     _kernel(dict(zip(names, refs, strict=True)), scratch, work)
 
+  # The compiled kernel bears the function's name.
   body.__name__ = name
   call = gpu.kernel(
     body,

@@ -96,6 +96,7 @@ def _terms(table: jax.Array, work: Work) -> list[jax.Array]:
   terms = []
   for _ in range(TERMS):
     terms.insert(0, _narrow(table, work))
+    # A cut takes 8 of the 24 bits, and the rest is exact.
     table = table - codec.from_bits(codec.bits(table) & codec.UPPER)
   return terms
 
@@ -128,6 +129,7 @@ def prepare(refs: dict[str, Any], scratch: Any, work: Work, pair: jax.Array) -> 
   if not work.has_gram:
     return
   row, column = _iota(0), _iota(1)
+  # The two blocks of a program lie below each other in the 64 rows.
   inside, block = row & (_BLOCK - 1), pair * BLOCKS + (row >> 5)
   place = _triangle(jnp.minimum(inside, column), jnp.maximum(inside, column), block)
   gram = device.take(refs["gram"], place, layout=gpu.Layout.WGMMA, **how)
@@ -135,6 +137,7 @@ def prepare(refs: dict[str, Any], scratch: Any, work: Work, pair: jax.Array) -> 
   _store_terms(scratch["gram"], _terms(gram, work))
   mismatch = gram + load("cross") if work.has_cross else gram
   if work.has_map:
+    # The product below reads what other threads wrote.
     gpu.commit_smem()
     mismatch = _mapped(_terms(mismatch, work), scratch, work, row < _BLOCK)
   _store_terms(scratch["mismatch"], _terms(mismatch, work))
@@ -155,6 +158,8 @@ def _mapped(
 
   What is left out is below the last bit of a float32 product.
   """
+  # Terms by size, 0 the smallest: from small products to large ones, so that float32
+  # sums lose least.
   products = (0, 2), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2)
 
   def product(block: int) -> jax.Array:
@@ -212,6 +217,7 @@ def realize(
   products = _products(x, block, scratch, work) if work.has_map or work.has_gram else []
   is_mapped = work.has_map
   half = (
+    # Cut to upper halves, which decide the code: no boundary has more bits.
     _narrow(products[0], work) if is_mapped else gpu.load(x, layout=gpu.Layout.WGMMA)
   )
   how = {"rounds_up": work.rounds_up, "interpret": work.interpret}
@@ -292,6 +298,7 @@ def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: Work) ->
     def _() -> None:
       fetch(step + 1)
 
+    # The tile before may still be on its way from this memory.
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
     for block in range(BLOCKS):
       part = scratch["x"].at[slot, block]
@@ -380,6 +387,7 @@ def inputs(tables: Any, width: int, work: Work) -> dict[str, jax.Array]:
 
 def _scratch(work: Work, share: int, dtype: Any) -> dict[str, Any]:
   """Returns the shared memory of a program."""
+  # 64 bytes are the columns of one term, which a product may take alone.
   three = device.tile(ROWS, TERMS * _BLOCK, jnp.bfloat16, swizzle=64)
   scratch = {
     "x": device.tile(ROWS, _BLOCK, jnp.bfloat16, 2, BLOCKS),

@@ -94,6 +94,8 @@ class Work:
     # Half of the registers of a compute group hold the sums of a tile of 256 rows.
     size = jnp.dtype(dtype).itemsize
     tiles = -(-rows // (256 if size == 2 else 128))
+    # Tiles of about one size, in the multiples of 8 rows that the copy engine
+    # addresses.
     tile = 8 * -(-rows // (8 * tiles))
     units = width // COLUMNS
     total = tiles * sum(n // _ACROSS for n in outputs) * units
@@ -105,6 +107,7 @@ class Work:
       - GROUPS * OUTPUTS * tile * size
       - (most // UNIT + 1) * _ACROSS * _SCALES
     )
+    # A step has 128 columns of inputs, a byte each, and half a byte for each weight.
     stages = min(most, left // (weights.COLUMNS * tile + _ACROSS * 4 * _WORDS))
     shape = tiles * tile, tile, tuple(outputs), units
     return cls(*shape, -(-total // longest), stages, interpret)
@@ -135,6 +138,7 @@ class Work:
 
   def owner(self, unit: Any) -> Any:
     """Returns the program that has a unit."""
+    # The last program p with floor(p * total / programs) <= unit.
     return lax.div((unit + 1) * self.programs - 1, self.total)
 
 
@@ -337,6 +341,7 @@ def _sum(
     unit_of(final, *lax.fori_loop(part.first, final, whole, now))
     gpu.wgmma_wait(0)
     release(final, UNIT - 1)
+    # Nothing may read the sums before the products are waited for.
     return lax.optimization_barrier(acc[...])
 
   return pl.run_scoped(run, gpu.ACC((OUTPUTS, work.tile), jnp.float32))
@@ -398,11 +403,13 @@ def compute(
       source = _own(refs["row_unit"], linear).at[rows]
       row = device.load(source, gpu.Layout.WGMMA.reduce(0))
       if is_shifted is not None:
+        # Where no row was shifted, nothing wrote the units of rows.
         is_its = lax.broadcast_in_dim(is_shifted, row.shape, ()) > 0
         row = jnp.where(is_its, row, 1.0)
       made = y * lax.broadcast_in_dim(row, y.shape, (1,))
       out = refs["out"][linear]
       made = gpu.layout_cast(made.astype(out.dtype), gpu.Layout.WGMMA_TRANSPOSED)
+      # The results of another tile may still be on their way from this memory.
       gpu.wait_smem_to_gmem(0, wait_read_only=True)
       s["out"].at[group].T[...] = made
       gpu.commit_smem()
@@ -420,6 +427,7 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
 
   @pl.when(group == GROUPS)
   def _() -> None:
+    # Of 65,536 registers; `products.py` counts them.
     gpu.set_max_registers(40, action="decrease")
     walk(work, functools.partial(_fetch, refs, s))
     end_fetching(s, work)
@@ -438,6 +446,7 @@ def scratch_of(work: Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any
     "words": gpu.SMEM((work.stages, _ACROSS, _WORDS), jnp.int32),
     "scales": gpu.SMEM((work.scale_slots, _ACROSS, _SCALES), jnp.uint8),
     "out": device.tile(work.tile, OUTPUTS, dtype, GROUPS),
+    # Weights and inputs of a step.
     "arrived": gpu.Barrier(num_arrivals=2, num_barriers=work.stages),
     "scales_arrived": gpu.Barrier(num_arrivals=1, num_barriers=work.scale_slots),
     "consumed": gpu.Barrier(num_arrivals=GROUPS, num_barriers=work.stages),

@@ -23,6 +23,9 @@ from mxjax.pallas_kernels.products.float8 import BLOCKS, WORDS, in_order_of_bloc
 COLUMNS = BLOCKS * mxfp4.BLOCK_SIZE
 """Columns of a step: the scale bytes of its blocks are one 32-bit word."""
 
+# A selector of `prmt` names a byte in three bits; its fourth asks for that byte's sign
+# alone and is masked. 0x5140 takes bytes that begin with the signs of codes 0 to 3,
+# those of even codes from the word that is shifted by 4.
 FLOAT8_PTX = """{
   .reg .b32 index, value, sign;
   and.b32 index, $1, 0x7777;
@@ -33,6 +36,7 @@ FLOAT8_PTX = """{
   or.b32 $0, value, sign;
 }"""
 """From a word and a table of eight E5M2 magnitudes, in two registers, to four E5M2."""
+# The same; 0x7362 takes the signs of codes 4 to 7.
 HALVES_PTX = """{
   .reg .b32 index, low, high, sign, other;
   and.b32 index, $2, 0x77777777;
@@ -54,6 +58,8 @@ _TABLE = (0x3E3C3800, 0x04040400), (0x46444240, 0x04040404)
 
 def pair_ptx(pair: int) -> str:
   """Returns PTX from a word and a duplicated bfloat16 scale to two of its values."""
+  # As `mxfp4_decode.bfloat16_ptx`, but with the product of two bfloat16 that Hopper
+  # has.
   cut = ("and.b32 half, $1, 255;", "shr.b32 half, $1, 8;")[pair]
   return f"""{{
   .reg .b32 half, value;
@@ -125,6 +131,8 @@ def as_float8(
   """
   tables = []
   for start, step in _TABLE:
+    # One product moves the exponents of four bytes at once: within the bounds on the
+    # scale bytes no byte carries into the next or reaches its sign.
     columns = [
       jnp.where(byte == 0, 0, (byte - unit) * step + start) for byte in _bytes(scales)
     ]
@@ -174,6 +182,7 @@ def as_bfloat16(
   del unit
   columns = []
   for byte in _bytes(scales):
+    # As bfloat16, whose subnormal 1 << 6 is 2^-127.
     scale = jnp.where(byte == 0, 1 << 6, byte << 7)
     scale = jnp.where(byte == mxfp4.NOT_FINITE, codec.NAN >> 16, scale)
     columns.append(scale * 0x10001)

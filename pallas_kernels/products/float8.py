@@ -120,6 +120,8 @@ def to_byte(values: jax.Array) -> jax.Array:
   Values of at most two significant bits are exact from 2^-15 up.
   """
   half = lax.bitcast_convert_type(values.astype(jnp.float16), jnp.int16)
+  # An E5M2 is the upper half of a float16: adding half of its unit and cutting rounds,
+  # and a carry reaches the exponent.
   return ((half + 128) >> 8).astype(jnp.uint8)
 
 

@@ -65,8 +65,10 @@ def _shift_kernel(
     return tuple(map(jnp.maximum, before, found))
 
   none = jnp.zeros(_ROWS, jnp.int32), jnp.full(_ROWS, -mxfp4.SCALE_BIAS, jnp.int32)
+  # A shift is that of a whole row, so every program looks at all of its scales.
   outside, top = lax.fori_loop(0, -(-blocks // _SCALES), look, none)
   shift = float8.shift_of(outside > 0, top)
+  # As wide as the rows, because a mask has an axis; one program writes the units.
   is_first = (share + 0 * shift) == 0
   its = is_first if exists is None else is_first & exists
   lowering.store(unit_ref, float8.row_unit(shift, top), its)
@@ -140,6 +142,7 @@ def shifted_each(
     in_specs=[[(byte, scales)] * count],
     out_specs=[(byte, row())] * count,
     out_shape=[made] * count,
+    # Values, in the even places of operands and results, are shifted where they lie.
     in_place={2 * i: 2 * i for i in range(count)},
     warps=4,
     interpret=interpret,
@@ -258,6 +261,7 @@ def _alone(
   moved, by_row = (
     _shifted_by_xla(x) if implementation == "xla" else shifted(x, interpret=interpret)
   )
+  # Powers of two or NaN: exact in bfloat16, too.
   by_row = by_row[:, None].astype(dtype)
   if implementation != "xla" and chosen is choice.FLOAT8_MOSAIC:
     made = products.float8_product(

@@ -118,6 +118,8 @@ def block_ptx() -> str:
 
 def scale_ptx() -> str:
   """Returns PTX from scale bytes to the bits of float32 2^(byte - 127), NaN for 255."""
+  # 0x00400000 is 2^-127, for the byte 0. Adding zero times the scale makes NaN of
+  # infinity, the byte 255, and changes no other.
   return """{
   .reg .b32 value;
   .reg .f32 scale;
@@ -144,6 +146,7 @@ def _meaning(*words: jax.Array) -> jax.Array:
   for place in range(mxfp4.BLOCK_SIZE):
     code = lax.shift_right_logical(words[place // 8], jnp.int32(4 * (place % 8))) & 15
     x = words[WORDS + place // 4] << (24 - 8 * (place % 4))
+    # Shifts to the left and back extend the sign of a byte.
     total += (codec.element(code) / UNIT).astype(jnp.int32) * (x >> 24)
   return total
 
@@ -231,6 +234,7 @@ def _output_tile(
   first = fetch(jnp.int32(0)) if tile.ahead else None
   _, totals = lax.fori_loop(0, steps, add, (first, [zeros] * work.rows))
   for row, total in enumerate(totals):
+    # Integers of both operands count halves.
     y = UNIT * UNIT * jnp.sum(total, axis=1)
     here = jnp.int32(row)
     if onto_ref is not None:

@@ -50,6 +50,8 @@ class Tile:
     """Returns the tile for x `[rows, width]` and W `[outputs, width]`."""
     if rows > 64:
       return cls(128, 128, 64, warps=8)
+    # A power of two that divides the width, where one of 64 or more does: then no step
+    # is masked.
     columns = max(64, math.gcd(width, 256))
     splits = lowering.shares(-(-outputs // 64), -(-width // columns))
     few = 8 if rows <= 8 else 16

@@ -35,11 +35,14 @@ def a4_operands(
   refine = functools.partial(one_code.refine_for, **how)
   tables = [tables_of(*operator) for operator in operators]
   outside = [map_outside(input_map) for input_map, _ in operators]
+  # All linears in one call, so that those whose tables have one structure share a
+  # launch.
   if not any(outside):
     return refine(x, tables)
   rows = fused_inputs.as_array(x)
   blocks = mxfp4.to_blocks(rows.astype(jnp.float32))
   return [
+    # One call a linear: after maps of their own their inputs differ.
     refine(mxfp4.from_blocks(mapped.apply(blocks)) if mapped else rows, [table])[0]
     for mapped, table in zip(outside, tables, strict=True)
   ]

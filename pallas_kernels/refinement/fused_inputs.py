@@ -24,6 +24,7 @@ from mxjax.pallas_kernels.attention.shares import Attended
 SINGLE_ROWS = 4
 """Largest number of rows for which each row has its own programs. Only such programs
 read a row whole, so only they can normalize it or combine its attention."""
+# A row has any width, but arrays in registers have powers of two for sizes.
 _CHUNK = 1024
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -166,6 +167,8 @@ def tiles(
     case Normalized():
       inverse = _inverse_norm(refs, width)
       block = lowering.columns(lowering.program_id(0) * _BLOCK, _BLOCK)
+      # As `elementwise.rms_norm` does: the weight in the dtype of the rows, and the
+      # normalized row rounded to it before their product.
       weight = refs.weight[...].astype(refs.rows.dtype)
       normal = refs.rows[block].astype(jnp.float32) * inverse
       return lambda here, mask: (normal.astype(weight.dtype) * weight)[None, :]
@@ -199,5 +202,7 @@ def _product_tile(
   gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
   if refs.recovery is not None:
     return recovery.corrected_product(gate, up, refs.recovery, interpret)
+  # As `elementwise.gated_product` does: SiLU in float32, rounded before the product.
+  # With a recovery the product is rounded once.
   passed = recovery.silu(gate.astype(jnp.float32), interpret)
   return passed.astype(gate.dtype) * up

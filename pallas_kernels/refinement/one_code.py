@@ -91,11 +91,14 @@ def _kernel(
   load = [functools.partial(load_tables, refs, tile.split) for refs in tables]
   # On their way while the norm of a single row is computed.
   loaded = None if tile.split else lowering.switch(linear, load)
+  # With a map, U and M lie in one table, so that x is an operand of one product;
+  # without one x is encoded and multiplied by M.
   is_used_once = tile.split and tables[0].matrix is not None
   how = {"is_used_once": is_used_once, "interpret": interpret}
   make = fused_inputs.tiles(x_refs, shape[1], **how)
   first = part * size * tile.repeats
   is_cut = shape[0] % size != 0
+  # The last program of a block may have fewer tiles.
   stop = jnp.minimum(tile.repeats, -(-shape[0] // size) - part * tile.repeats)
 
   def refine_tiles(loaded: Loaded, targets: Sequence[Any]) -> None:
@@ -140,6 +143,7 @@ def _write(
     else:
       first = float8.of_values(result, exponent)
       if form == "float8 by blocks":
+        # Each word of four values goes to a place of its own; `_output` says where.
         first = first.reshape(-1, float8.WORDS, 4)
     for ref, part in zip(jax.tree.leaves(refs), (first, byte), strict=True):
       lowering.store(ref.at[here], part, mask)
@@ -230,6 +234,7 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
   """Computes the result with the reference functions, for `implementation="xla"`."""
   blocks = mxfp4.to_blocks(x.astype(jnp.float32))
   if tables.matrix is not None:
+    # One map may be shared by all blocks.
     wide = jnp.broadcast_to(tables.matrix, (blocks.shape[0], *tables.matrix.shape[1:]))
     blocks = jnp.einsum("bij,bjn->bin", wide, blocks, precision=HIGHEST)
   if tables.gram is None:
@@ -237,6 +242,8 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
   else:
     refined, exponent = _refined(blocks, tables)
     elements = mxfp4.from_blocks(refined)
+    # The elements are legal and in units of the scale: at the exponent 0 they are
+    # exact.
     codes = mxfp4.nearest_codes(elements, jnp.zeros((1, 1), jnp.int32))
     tensor = mxfp4.pack_tensor(codes, exponent.T)
   if form == "codes":
@@ -296,6 +303,7 @@ def refine_for(
     rows = fused_inputs.as_array(x)
     return [_reference(rows, each, form) for each in tables]
   shares = x.dtype == jnp.bfloat16 or x.shape[0] <= FEW_ROWS
+  # One kernel is traced for all, and chooses the references of its linear at run time.
   shares &= len(set(map(jax.tree.structure, tables))) == 1
   results: list[Refined] = []
   for some in [tables] if shares else [[each] for each in tables]:

@@ -84,6 +84,7 @@ class Loaded:
 
 def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns three bfloat16 terms that add up to a float32 table, smallest first."""
+  # Of the 24 bits of a float32 each term takes 8. The rests are exact.
   first = table.astype(jnp.bfloat16)
   rest = table - first.astype(jnp.float32)
   second = rest.astype(jnp.bfloat16)
@@ -92,6 +93,8 @@ def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def joined_terms(table: jax.Array) -> jax.Array:
   """Returns the terms of a float32 table `[n, 32]`, smallest first, `[n, 4 * 32]`."""
+  # Triton joins two arrays at a time, along a new last axis. The order along K is then
+  # zeros, small, middle, large.
   small, middle, large = split3(table)
   zeros = jnp.zeros_like(small)
   halves = [jnp.stack(pair, axis=-1) for pair in ((zeros, middle), (small, large))]
@@ -111,6 +114,7 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
   if refs.gram is None:
     mapping = joined_terms(matrix) if split and matrix is not None else matrix
     return Loaded(mapping, None, None, None, *how)
+  # The rows of the packed triangle have 32, 31, ... entries.
   place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
   row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
   diagonal = lax.broadcasted_iota(jnp.int32, (1, _BLOCK), 1)
@@ -156,7 +160,10 @@ def best_change(
   # From 1 up a legal value has one bit of mantissa, and so has one plus a legal value
   # below 1. Above 6 the values around the optimum are 4 and 6.
   size = jnp.minimum(jnp.abs(optimum), 5.0)
+  # float32 by name: in a 64-bit scope two plain numbers would make it float64.
   offset = jnp.where(size < 1.0, jnp.float32(1.0), jnp.float32(0.0))
+  # Cut to one bit of mantissa: the value next to the optimum on the side of zero. Half
+  # a step of 2^22 on lies the middle, and a step on the outer value.
   inner = (codec.bits(size + offset) & -(1 << 22)) | sign
   offset = codec.from_bits(codec.bits(offset) | sign)
   middle = codec.from_bits(inner | (1 << 21)) - offset
@@ -164,6 +171,8 @@ def best_change(
   # slope at their middle does, in one rounding. At a tie it is 0, and the value toward
   # zero has the lower code.
   rises = slope + (middle - nearest) * curvature
+  # Outer, where the objective still falls away from zero: by a negative slope, or for a
+  # negative optimum by a positive one.
   is_outer = codec.from_bits(codec.bits(rises) ^ sign) < 0
   value = codec.from_bits(jnp.where(is_outer, inner + (1 << 22), inner)) - offset
   delta = value - nearest
@@ -175,6 +184,8 @@ def _is_changed(score: jax.Array) -> jax.Array:
   lowest = jnp.min(score, axis=1)[:, None]
   place = lax.broadcasted_iota(jnp.int32, score.shape, 1)
   ties = jnp.where(score == lowest, place, _BLOCK)
+  # 32 is no place: where no change is better, none is made. Paper: Eq.
+  # hires-code-score, of which only the best negative change is accepted.
   first = jnp.where(lowest < 0, jnp.min(ties, axis=1)[:, None], _BLOCK)
   return place == first
 
@@ -204,6 +215,7 @@ def _nearest(
 
 def _split_dot(x: jax.Array, terms: jax.Array) -> jax.Array:
   """Computes X table^T with the `joined_terms` of the table, in one product."""
+  # x beside itself along K, once for each term: one product, and one wait, for all.
   copies = jnp.broadcast_to(x[:, None, :], (x.shape[0], _TERMS, _BLOCK))
   copies = copies.reshape(x.shape[0], _TERMS * _BLOCK)
   return lowering.dot_bfloat16(copies, terms, transpose_b=True)
@@ -251,6 +263,8 @@ def realize(
     return nearest, exponent
   inverse = codec.inverse_scale_of(exponent)
   if split:
+    # Slopes are in units of the scale: q is so already, and M x is multiplied by 1 /
+    # scale.
     slope = _split_dot(narrow, t.gram) - pull * inverse
   else:
     scaled = mapped * inverse
@@ -262,6 +276,7 @@ def realize(
   for _ in range(t.changes - 1):
     moved = changed - nearest
     if split:
+      # Exact: the difference of two legal values has at most five significant bits.
       slope += _split_dot(moved.astype(jnp.bfloat16), t.gram)
     else:
       slope += _sum_of_products((moved, t.gram))
