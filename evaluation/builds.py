@@ -91,6 +91,7 @@ def run_method(
       evaluation_steps(follow, subject.model.num_layers, share),
     ),
     "size": size,
+    # One of several processes warns.
     "size_warning": sizes.warn(name, size) if processes.is_leader() else None,
     "arithmetic": subject.dtype
     and arithmetic.arithmetic(
@@ -140,6 +141,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
   Raises:
     FileExistsError: It has.
   """
+  # Another process may come when the first has already begun to write.
   if processes.is_leader() and not (resume and (folder / RUN).is_dir()):
     atomic_io.check_output(folder)
 
@@ -193,6 +195,7 @@ def build(
       run_folder.open_run(folder / RUN, resume=resume, mesh=subject.mesh)
     )
     if is_leader:
+      # Behind the lock of the run folder: no other process writes here.
       remove_unfinished(folder)
     into: Any = {}
     if is_on_disk:
@@ -228,6 +231,8 @@ def build(
       "shared_with": list(map(str, shared)),
       "made_by": provenance.made_by(command),
     }
+    # A build that was killed later than this has saved it; then it must hold these very
+    # params.
     if not (folder / checkpoint.CHECKPOINT).exists():
       save_checkpoint(
         folder,
@@ -414,4 +419,5 @@ def finish(
       subtitle=f"{model}, {provenance.forms(rows)}",
       files=("result.json", "result.csv"),
     )
+    # Last, because it lists the digests of the files before it.
     sealed.write_outputs(folder)

@@ -97,6 +97,7 @@ def load_tokens(
   if count is None:
     # At least one, so that too little text raises an error.
     count = max(1, available)
+  # Where text is short, `windows` says how much.
   if not seed or available < count:
     return windows(ids, count, length, place)
   order = np.random.default_rng(seed).permutation(available)
@@ -130,6 +131,8 @@ def _document_windows(
     index = draws.randint(0, len(documents) - 1) if documents else 0
     if documents and index not in encoded:
       encoded[index] = _with_prefix(tokenizer, documents[index], place)
+    # Draws are with replacement: they never end where every document is short, and that
+    # is known once each has been encoded. Without documents it is known at once.
     if len(encoded) == len(documents) and all(
       len(ids) <= length for ids in encoded.values()
     ):
@@ -141,6 +144,8 @@ def _document_windows(
         "the joined text",
       )
     ids = encoded[index]
+    # As in the GPTQ loaders, an offset is at most len - length - 1: a document of
+    # exactly `length` tokens is too short, and no window has a document's last token.
     if len(ids) > length:
       start = draws.randint(0, len(ids) - length - 1)
       sample.append(ids[start : start + length])
@@ -159,6 +164,7 @@ def _offset_windows(
       mend="ask for shorter windows, or give more text",
     )
   draws = random.Random(seed)
+  # The bound of the GPTQ loaders, by which no window has the text's last token.
   starts = [draws.randint(0, len(ids) - length - 1) for _ in range(count)]
   return token_ids([ids[start : start + length] for start in starts], place)
 
@@ -184,6 +190,7 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
 def _array(source: str) -> np.ndarray:
   """Maps an array of a file; a header that asks for more than the file is refused."""
   with refusing(source, "an .npy file with an array of token ids", "save it again"):
+    # A map, so that only the windows that are taken are read. A pickle would run code.
     array = np.load(source, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
       raise ValueRefusal(

@@ -110,6 +110,7 @@ def _check_float_model(
   manifest = checkpoint.read_manifest(subjects.checkpoint_folder(source))
   name = (manifest["calibration"] or {}).get("model") or provenance.DEFAULT_MODEL
   expected = f"--model with the float model of {source}, {name}"
+  # None means the embedded model, of which this checkpoint was not made.
   if float_model is None and name != provenance.DEFAULT_MODEL:
     raise ValueRefusal("evaluate", expected, got="none")
   config = models.ModelConfig.from_dict(manifest["model_config"])

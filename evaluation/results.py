@@ -76,6 +76,7 @@ def write(
     (folder / "items").mkdir(exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     atomic_io.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
+  # Last: where it is, its items are whole, which `jobs.Job.is_done` relies on.
   atomic_io.write_json(folder / "evaluation.json", result, indent=1)
 
 
@@ -112,6 +113,7 @@ def _files(places: Iterable[str]) -> list[pathlib.Path]:
         mend="name what `mxjax evaluate --tasks ... --out` wrote",
       )
     files += inside
+  # Two places may hold one file.
   return list(dict.fromkeys(files))
 
 
@@ -166,6 +168,7 @@ def _parse(path: pathlib.Path) -> Result:
       mend="name what `mxjax evaluate --tasks ... --out` wrote",
     )
   with refusing(path, "a result", mend):
+    # Strict, because a number in quotes is no number.
     _File.model_validate(values, strict=True)
   # Before there was a choice, all was float32.
   facts = {"file": str(path), "dtype": values.get("dtype", "float32")}
@@ -192,6 +195,7 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   for result in results:
     exact = floats.get(result.model, result)
     for task, ours in result.tasks.items():
+      # What the float model lacks has nothing to differ from; there is no damage then.
       theirs = exact.tasks.get(task, ours)
       if theirs["token_sha256"] != ours["token_sha256"]:
         raise ValueRefusal(

@@ -320,6 +320,7 @@ def restore(
   """
   if is_checkpoint(source):
     folder = checkpoint_folder(str(source))
+    # `pack_for_inference` below chooses the products together with the rest.
     products = None if storage else "fastest"
     # Weight-only models are evaluated, too; what they are called says what they are.
     activations = checkpoint.read_contract(folder).activations

@@ -61,6 +61,7 @@ def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
 
 def embedded_passages() -> list[str]:
   """Returns the embedded Wikipedia passages without duplicates, in file order."""
+  # BoolQ asks several questions about one passage, which could else be in both splits.
   column = arrow_table(embedded_file(EMBEDDED_FILE)).column("passage")
   return list(dict.fromkeys(column.to_pylist()))
 
@@ -111,6 +112,8 @@ def documents(source: str | None, split: str) -> tuple[list[str], str]:
     rows = hub_rows(*WIKITEXT, WIKITEXT_SPLITS[split])
     return [row["text"] for row in rows], "\n\n"
   if source == "c4":
+    # A file that is named makes a split of the name that is asked for, whatever shard
+    # it is: `train` holds the validation shard for a test.
     rows = hub_rows(C4, None, "train", data_files=C4_FILES[split])
     kept = rows[: C4_TEST_DOCUMENTS if split == "test" else None]
     return [row["text"] for row in kept], " "
@@ -126,6 +129,7 @@ def documents(source: str | None, split: str) -> tuple[list[str], str]:
           found.append(parse_json(line, Line).text)
     return found, "\n\n"
   with refusing(path, "a text in UTF-8", "convert it"):
+    # As reading in text mode would have it: one kind of line break on every system.
     return [data.decode().replace("\r\n", "\n").replace("\r", "\n")], "\n\n"
 
 

@@ -116,6 +116,7 @@ def _compare(
   """Computes KL and flips `[B, T]` of final hidden states `[B, T, d]` in chunks."""
   *shape, width = hidden[0].shape
   count = math.prod(shape)
+  # Zeros fill up the last chunk, and `by_window` cuts off what comes of them.
   padding = -count % HEAD_CHUNK
   chunks = tuple(
     jnp.pad(h.reshape(count, width), ((0, padding), (0, 0))).reshape(
@@ -160,6 +161,7 @@ def agreement(
   found = []
   rows = model_ids(model, tokens, "agreement")
   count = (shapes or device_calls.of_device()).windows(rows.shape[1])
+  # What the last token predicts is not in the window.
   calls = [jnp.asarray(call) for call in device_calls.filled_calls(rows[:, :-1], count)]
   known = kept.of(model, params, rows, count) if kept is not None else []
   made = []
@@ -176,6 +178,7 @@ def agreement(
     # All at once: a call that fails half-way leaves nothing behind.
     kept.fill(model, params, rows, count, made)
   divergence, is_flipped = (
+    # Without the copies that fill up the last call.
     np.concatenate(jax.device_get(side))[: len(rows)]
     for side in zip(*found, strict=True)
   )

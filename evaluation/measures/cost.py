@@ -51,5 +51,6 @@ def running_cost(
     times = [time.perf_counter() for _ in itertools.islice(made, new_tokens)]
   return {
     "forward_ms": 1e3 * statistics.median(seconds[warm_ups:]),
+    # The first token ends the prompt: between n points of time lie n - 1 steps.
     "tokens_per_second": (new_tokens - 1) / (times[-1] - times[0]),
   }

@@ -28,6 +28,7 @@ def damage(task: str, score: float, reference: float) -> float:
   Raises:
     ValueError: The task is unknown, or the reference is not positive.
   """
+  # By `not`, so that NaN is refused as well.
   if task not in TASKS or not reference > 0:
     raise ValueRefusal(
       "damage",

@@ -31,10 +31,12 @@ def _rule_sums(
   mapped = blocks if leaf.input_map is None else leaf.input_map.apply(blocks)
   nearest = mxfp4.round_blocks(mapped, leaf.rules)
   operand = leaf.rounding.round(mapped, leaf.rules)
+  # Feature-major, as the folded weights are: `[blocks, 32, outputs]`.
   decoded = mxfp4.decode(leaf.weight, jnp.float32).T.reshape(folded.shape)
   ours, plain = (
     local_objectives(mapped, rounded, folded, decoded) for rounded in (operand, nearest)
   )
+  # The 32 values of a block lie on the second-last axis.
   edited = (operand != nearest).any(-2)
   elements = jnp.float32(len(rows) * folded.shape[-1])
   sums = {name: a / elements for name, a in zip(LOCAL_OBJECTIVES, ours, strict=True)}
@@ -75,6 +77,7 @@ def _folded(
     leaf = quantized[block][name]["weight"]
     if isinstance(leaf, QuantizedLinear):
       weight = exact[block][name]["weight"].astype(jnp.float32)
+      # By the scope and the function of a build, whose bits these weights then have.
       with precision.float64_scope():
         blocks = mxfp4.to_blocks(weight)
         result[f"{block}/{name}"] = execution.block_on_cpu(fold(blocks, leaf.input_map))
@@ -130,6 +133,7 @@ def local_errors(
     "layer_mse": float(np.mean(errors)),
     **{name: sums[name] / sums[f"{name}_nearest"] for name in LOCAL_OBJECTIVES},
     "codes_per_block": edited,
+    # Paper: Eq. hires-code-score edits one of the 32 elements of a block, or none.
     "edited_elements": edited / mxfp4.BLOCK_SIZE,
     "sequences": len(ids),
     "length": ids.shape[1],

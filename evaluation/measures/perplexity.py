@@ -75,6 +75,7 @@ def _losses(
 
   def run(params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     batch, length, width = hidden.shape
+    # Padding predicts the id 0, and is cut off below.
     padding = -length % HEAD_CHUNK
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)))
@@ -111,6 +112,7 @@ def window_losses(
   """
   rows = model_ids(model, tokens, "perplexity")
   count = (shapes or device_calls.of_device()).windows(rows.shape[1])
+  # Each device along `data` has as many windows as one device alone.
   count *= placement.mesh.shape[DATA] if placement.mesh else 1
   batches = [
     placement.put(call, P(DATA)) for call in device_calls.filled_calls(rows, count)
@@ -129,6 +131,7 @@ def window_losses(
     ]
     for new in found:
       by_window = np.asarray(placement.to_primary(new), np.float64)
+      # Copies of the last window fill up the last call; their losses are dropped.
       for loss in by_window[: len(rows) - len(losses)]:
         losses.append(loss.mean())
         if on_window:
@@ -147,6 +150,7 @@ def perturbed(params: Params, seed: int, dtype: Any = jnp.float32) -> Params:
   if dtype == jnp.bfloat16:
     entry = jax.random.randint(key, (rows, 1), 0, width, jnp.int32)
     bits = jax.lax.bitcast_convert_type(weight.astype(jnp.bfloat16), jnp.uint16)
+    # The next pattern of bits is the neighbour away from zero, for both signs.
     bits += (jnp.arange(width, dtype=jnp.int32)[None] == entry).astype(jnp.uint16)
     changed = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
   else:
@@ -187,12 +191,15 @@ def perplexity(
   runs, placement = [], Placement.of(mesh)
   options = {"on_window": on_window, "placement": placement}
   outer = streams.outer_params(model, params)
+  # A model of the protocol need not have a config; what it embeds has its dtype.
   embedded = jax.eval_shape(model.embed, outer, jnp.asarray(tokens[:1]))
   dtype = jax.tree.leaves(embedded)[0].dtype
   for seed in range(replicates):
     used = perturbed(placement.on_primary(params), seed, dtype) if seed else params
     runs.append(window_losses(model, used, tokens, **options))
   return Perplexity(
+    # Every window makes as many predictions, so that a mean over windows is one over
+    # predictions.
     values=tuple(float(np.exp(losses.mean())) for losses in runs),
     windows=tokens.shape[0],
     length=tokens.shape[1],

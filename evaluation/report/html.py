@@ -38,6 +38,7 @@ def words(text: str) -> str:
   Options are kept whole, and a method's name breaks between its parts. What a reader
   copies from the page is the text alone.
   """
+  # Escaped first: what is added then is markup.
   parts = PART.sub(r"\1<wbr>", html.escape(text))
   return OPTION.sub(r'<span class="option">\g<0></span>', parts)
 

@@ -149,6 +149,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
   totals = [size.get("total") for size in sizes]
   shares = [total / whole if total and whole else None for total in totals]
   made = [
+    # The float model stands first, in BF16.
     Column("bits a weight", "{:.3g}".format, [16.0, *bits]),
     Column("size, MiB", "{:.4g}".format, scaled([whole, *totals], 2**-20)),
     Column("size to BF16", "{:.2f}".format, [1.0, *shares]),
@@ -295,6 +296,7 @@ def _against_baseline(run: Run, plain: Run | None, name: str) -> str:
     return ""
   if found.low <= 0 <= found.high:
     return f"; the same {len(ours)} windows do not tell it from RTN"
+  # Losses are logarithms of perplexities: a difference of theirs is a ratio.
   change = sorted(abs(math.expm1(end)) for end in (found.low, found.high))
   return (
     f"; on the same {len(ours)} windows it is {abs(math.expm1(found.mean)):.1%} "
@@ -350,6 +352,7 @@ def _raised(record: Mapping[str, Any]) -> str:
   return ", ".join(
     f"{numbers.number(value)} in {name}"
     for name, value in used.items()
+    # Raised damping is ten times as large; less is the rounding of a dtype.
     if not math.isclose(value, usual, rel_tol=1e-4)
   )
 
@@ -390,6 +393,7 @@ def _errors_by_layer(run: Run, key: str) -> list[tuple[float, float]]:
 
 def charts(runs: Sequence[Run]) -> str:
   """Returns the two charts: output error by layer, and where the bytes are."""
+  # The last color of the palette is the float model's.
   series = [
     Series(
       str(run["method"]), _errors_by_layer(run, "error_final"), index % FLOAT_COLOR

@@ -66,6 +66,7 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [low]
   raw = (high - low) / count
   unit = 10.0 ** math.floor(math.log10(raw))
+  # Rounding must neither skip a step nor, below, cost the tick at an end.
   step = next(f * unit for f in (1, 2, 5, 10) if f * unit >= raw * 0.999)
   first = math.ceil(low / step - 1e-9)
   return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
@@ -213,6 +214,7 @@ def line_chart(
   ys += [y for s in series for band in s.band for y in band[1:]]
   ys += [reference[0]] if reference else []
   xs = [x for s in series for x, _ in s.points] or [0.0]
+  # Room for the marks of the first and the last layer.
   x_range = min(xs) - 0.3, max(xs) + 0.3
   y_range = y_range or value_range(ys, log=log, zero=zero)
   frame = _Frame(width=width, height=height, log=log, x=x_range, y=y_range)
@@ -237,6 +239,7 @@ def _drawn(series: Series, frame: _Frame, x_label: str, y_format: Format) -> lis
       f'<polygon points="{" ".join(outline)}" class="band c{series.color}"/>'
     )
   if series.form != "dots" and len(points) > 1:
+    # A step goes on at the height before, and then at that after.
     corners = [
       (x, y)
       for (_, before), (x, after) in itertools.pairwise(points)
@@ -271,6 +274,7 @@ def rows(
     for (_, parts), total in zip(items, totals, strict=True)
   ]
   highest = max(filter(math.isfinite, reach), default=0.0)
+  # Behind the longest bar there is room for its total.
   scale = (width - 74) / (highest if highest > 0 else 1.0)
   result, y = [], 0
   for (name, parts), total in zip(items, totals, strict=True):

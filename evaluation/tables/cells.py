@@ -55,6 +55,7 @@ def table_cells(
   """
   used = seeds(declared, draws)
   by_key: dict[tuple[str, str, int | None], Result] = {}
+  # By seed, so that of several the first stands for a single draw.
   for result in sorted(found, key=lambda r: -1 if r.seed is None else r.seed):
     method = _label(declared, result.method)
     by_key.setdefault((result.model, method, result.seed), result)

@@ -49,6 +49,7 @@ class Build(NamedTuple):
   def folder(self, out: pathlib.Path) -> pathlib.Path:
     """Returns the folder of its jobs."""
     seed = "" if self.seed is None else f"-seed{self.seed}"
+    # Options in a method's name have signs that not every file system takes.
     return out / self.name / (re.sub(r"[^\w.+-]", "-", self.method) + seed)
 
 
@@ -104,6 +105,8 @@ def jobs(
         for seed in cells.seeds(declared, draws) if method != FLOAT else ():
           build = Build(model, method, seed)
           wanted |= {Job(build, what): None for what in {BUILD} | wants}
+  # Jobs of one draw follow each other, because a store of statistics is that of one
+  # draw. A build comes before what needs it.
   order = (BUILD, *SEVEN, *MEASURES)
   places = list(dict.fromkeys(job.build.model for job in wanted))
   first = list(dict.fromkeys(job.build.method for job in wanted))
@@ -222,6 +225,7 @@ class Reproduction(runner.Work[Job]):
   @override
   def perform(self, job: Job) -> None:
     build, place = job.build, job.place(self.out)
+    # A folder that has something in it would be refused as an output.
     job.clear(self.out)
     made = provenance.source(build.model)
     if build.method != FLOAT:
@@ -258,6 +262,7 @@ class Reproduction(runner.Work[Job]):
         build.method,
         place,
         builds.BuildOptions(
+          # A model that collapsed is a cell like any other: no gate refuses it.
           check=False,
           linears=linears,
           store=self.store if shares and not linears else None,

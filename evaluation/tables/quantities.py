@@ -38,6 +38,7 @@ class Measured(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def _resampled(task: str, count: int) -> np.ndarray:
   """Draws items with replacement, the same ones for every method: `[1000, count]`."""
+  # Python's own hash of a text differs from process to process.
   draws = np.random.default_rng(zlib.crc32(task.encode()))
   return draws.integers(0, count, (RESAMPLES, count), dtype=np.int32)
 
@@ -89,6 +90,8 @@ class Quantity(NamedTuple):
       assert self.of_scores
       scores = lambda tasks: {name: tasks[name]["score"] for name in tasks}
       return [self.of_scores(scores(cell.tasks), scores(cell.exact))]
+    # A task or measure that is not there is a KeyError, an incomplete summary or a
+    # build without a time a ValueError, and an agreement that is None a TypeError.
     except (KeyError, ValueError, TypeError):
       return []
 
@@ -100,7 +103,10 @@ class Quantity(NamedTuple):
     return np.asarray(
       [
         self.of_scores(*pair)
+        # A side whose decisions were not kept is empty: then there are no samples.
         for pair in zip(*sides, strict=False)
+        # No damage is told beside a float score of 0, which a resample of few items may
+        # have.
         if all(value > 0 for value in pair[1].values())
       ]
     )
@@ -177,6 +183,8 @@ QUANTITIES: Mapping[str, Quantity] = {
   "hellaswag": _task("hellaswag", "HS (%)↑"),
   "piqa": _task("piqa", "PIQA (%)↑"),
   "winogrande": _task("winogrande", "Wino (%)↑"),
+  # Paper: the least differences that were named before the runs, 0.003 for Fit-3 and
+  # 0.002 for Fit-7 (Appendix, Calibration and Evaluation Sensitivity).
   "fit3": Quantity("Fit-3↓", ".5f", _THREE, fitness.fit3, least=0.003),
   "fit7": Quantity("Fit-7↓", ".6f", _SEVEN, fitness.fit7, least=0.002),
   "mean_damage3": Quantity("Mean dmg↓", ".5f", _THREE, _three(np.mean)),
@@ -185,6 +193,7 @@ QUANTITIES: Mapping[str, Quantity] = {
   "worst": Quantity(
     "Worst damage↓", ".5f", _SEVEN, lambda *pair: fitness.worst_damage(*pair)[1]
   ),
+  # Perplexities are the first two of the seven.
   "acc5": Quantity("Acc5↑", ".4f", _SEVEN[2:], lambda ours, _: fitness.acc5(ours)),
   "operator_error": _fact("operator error↓", ".6f", "build", "operator_error", **_FEW),
   "kl": _fact(
@@ -199,6 +208,7 @@ QUANTITIES: Mapping[str, Quantity] = {
   "build_minutes": _fact("Quantization, min↓", ".1f", "build", _minutes),
   "tokens_per_second": _fact("tok/s↑", ".1f", "cost", "tokens_per_second"),
   "forward_ms": _fact("Forward, ms↓", ".0f", "cost", "forward_ms"),
+  # HiRes has one map for each block of 32 inputs.
   "blocks": _storage("Input blocks", ",.0f", lambda maps, *_: maps / plan.MAP_BYTES),
   "bf16_gib": _storage("BF16 GiB", ".3f", lambda _, more, bf16: bf16 / GIB),
   "auxiliary_mib": _storage("Auxiliary MiB", ".3f", lambda _, more, bf16: more / MIB),

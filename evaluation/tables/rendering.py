@@ -114,6 +114,7 @@ def _by_model(
     by_model = [[v for cell in draws for v in quantity.values(cell)] for draws in own]
     values = [float(np.mean(draws)) for draws in by_model if draws]
     means = ["", ""]
+    # Means over models are told only where every model has a value.
     if len(values) == len(models):
       means = [f"{v:.5f}" for v in (np.mean(values), fitness.robust_fit(values))]
     beside = [printed.get((model, label)) for model in theirs]
@@ -162,6 +163,7 @@ def _differences(declared: Declared, cells: Cells, name: str, title: str) -> Tab
     }
     theirs = by_label[declared.reference]
     for label in labels:
+      # Paired by seed: `printed` sorts by it, so that both sides have one order.
       if by_label[label] and theirs.keys() == by_label[label].keys():
         pair = [[[v] for v in side.values()] for side in (by_label[label], theirs)]
         each = [a[0] - b[0] for a, b in zip(*pair, strict=True)]
@@ -207,6 +209,7 @@ def _compare(
   samples = np.zeros(0)
   if len(pairs) == 1:
     both = [quantity.samples(side) for side in pairs[0]]
+    # Samples are pairs only where none is missing of either; see `Quantity.samples`.
     if len(both[0]) == len(both[1]):
       samples = both[0] - both[1]
   least = quantity.least * (np.mean(theirs) if quantity.is_relative else 1.0)

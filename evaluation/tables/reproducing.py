@@ -197,6 +197,7 @@ def _tables(
   facts: Mapping[Any, Mapping[str, Any]],
   failures: Mapping[Any, str],
 ) -> list[Table]:
+  # It refuses results that are not comparable.
   results.references(found)
   made: list[Table] = []
   for name, declared in request.declared.items():

@@ -91,6 +91,8 @@ def run(
           on_failure(job, failures[job])
         continue
     work.check(job)
+  # A failed job that needs no other is tried again by the next call, with these
+  # statistics.
   if all(work.needs(job) for job in failures):
     _remove_store(work)
   return failures

@@ -111,6 +111,7 @@ class Settings:
         expected=f"--sampling windows of {sample.source}",
         got=f"{sample.sampling}, which need not be disjoint from the calibration",
       )
+    # Loaded at once, so that what is unseen follows the calibration in one order.
     both = sample.sequences + self.local_sequences
     tokens = dataclasses.replace(sample, sequences=both).load(tokenizer)
     return tokens[sample.sequences :]
@@ -159,6 +160,7 @@ def check_settings(
   Raises:
     ValueError: They differ; the message names what, with both values, and `mend`.
   """
+  # As the file gives it back: tuples are lists there.
   now = json.loads(json.dumps(given))
   if differs := [n for n in {**there, **now} if there.get(n) != now.get(n)]:
     told = lambda values: ", ".join(f"{n} {_told(values.get(n))}" for n in differs)

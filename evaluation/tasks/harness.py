@@ -144,6 +144,7 @@ class MxjaxLM(LM):
     if context:
       return multiple_choice.encode_pair(self.tokenizer, context, continuation)
     ids = self.tokenizer.encode(continuation)
+    # A tokenizer may have put it there itself.
     if ids[:1].tolist() != self._first_id:
       ids = np.concatenate([np.asarray(self._first_id, np.int32), ids])
     if len(ids) < 2:
@@ -173,6 +174,7 @@ class MxjaxLM(LM):
         windows.append(likelihoods.Request(*pair))
         owners.append(owner)
     totals = np.zeros(len(requests))
+    # A text has several windows, of which `totals[owners] +=` would count one.
     np.add.at(totals, owners, [s.log_likelihood for s in self._score(windows)])
     return totals.tolist()
 
@@ -228,6 +230,7 @@ class MxjaxLM(LM):
       self._has_cut = True
       ids = ids[-room:]
     ends = {self.tokenizer.eos_id, *self.model.config.eos_ids} - {None}
+    # `generate` refuses ids that the model does not have, and a config may name some.
     ends = sorted(end for end in ends if end < self.model.config.vocab_size)
     output = models.generate(
       self.model,
@@ -258,6 +261,7 @@ class MxjaxLM(LM):
       "temperature": temperature,
       "top_k": settings.get("top_k") or None,
       "top_p": settings.get("top_p"),
+      # Requests draw differently, and the same in every run.
       "key": jax.random.key(self._generated),
     }
 

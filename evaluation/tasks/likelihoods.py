@@ -100,6 +100,7 @@ class _Row:
     # Of the tokens before, only those of the path have these as descendants.
     self.ends[self._path] = stop
     self._ids, self.size = ids, stop
+    # The inputs end one token before the request: the last `predicted` of them predict.
     self.predictors[member] = self._path[len(ids) - predicted :]
 
   @property
@@ -278,7 +279,9 @@ def _score_group(
     nodes, wanted = pairs.astype(np.int32)
     sources.append((hidden, nodes, wanted))
     ends = np.cumsum([len(batch.predictors[member]) for member in members])
+    # Flat, because versions of numpy differ in the shape of an inverse along an axis.
     places |= zip(members, np.split(count + index.ravel(), ends[:-1]), strict=True)
+    # Each batch is padded by itself below, or all of them together.
     count += len(nodes) + (-len(nodes) % shapes.head_step if shapes.is_fixed else 0)
   if not shapes.is_fixed:
     flat = [np.asarray(h).reshape(-1, h.shape[-1])[nodes] for h, nodes, _ in sources]

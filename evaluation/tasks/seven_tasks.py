@@ -78,6 +78,7 @@ def run(
     )
     return tokens[:C4_WINDOWS] if name == "c4" and windows is None else tokens
 
+  # All of it first: what is missing is told before anything is measured.
   data = {name: load(name) for name in names}
   measured: dict[str, dict[str, Any]] = {}
   rows: dict[str, list[dict[str, Any]]] = {}

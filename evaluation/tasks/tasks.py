@@ -70,6 +70,7 @@ def _arc(row: Row, number: int) -> Item:
   if "query" in row:  # A request file of the wheel, its prompt already made.
     return _same_context(row["id"], row["query"], row["choices"], row["gold"])
   choices = row["choices"]
+  # Labels are letters in most questions and digits in some.
   gold = list(choices["label"]).index(row["answerKey"])
   return _same_context(row["id"], _question(row["question"]), choices["text"], gold)
 
@@ -107,6 +108,8 @@ def _winogrande(row: Row, number: int) -> Item:
 _ARROW = "hf_datasets/{}/validation/data-00000-of-00001.arrow".format
 TASKS = {
   task.name: task
+  # Paper: 299 items are ARC-Challenge's validation split, and 2,376 ARC-Easy's test
+  # split.
   for task in (
     Task(
       "arc_challenge",
@@ -119,6 +122,7 @@ TASKS = {
       "arc_easy",
       2376,
       ("allenai/ai2_arc", "ARC-Easy", "test"),
+      # Requests have five shots; the documents in them, which are read, have none.
       "oe_eval_tasks/arc_easy/test_rc_5shot/requests.jsonl.gz",
       _arc,
     ),

@@ -184,8 +184,8 @@ def _is_changed(score: jax.Array) -> jax.Array:
   lowest = jnp.min(score, axis=1)[:, None]
   place = lax.broadcasted_iota(jnp.int32, score.shape, 1)
   ties = jnp.where(score == lowest, place, _BLOCK)
-  # 32 is no place: where no change is better, none is made. Paper: Eq.
-  # hires-code-score, of which only the best negative change is accepted.
+  # Paper: Eq. hires-code-score, whose best change is accepted only if it is negative.
+  # 32 is no place: such a row keeps its codes.
   first = jnp.where(lowest < 0, jnp.min(ties, axis=1)[:, None], _BLOCK)
   return place == first
 
