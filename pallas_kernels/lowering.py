@@ -131,6 +131,7 @@ def _without_warning() -> Any:
   return Parameters
 
 
+# Once, because each call makes a type of its own and registers a rule for it.
 _parameters = _without_warning()
 
 
@@ -142,6 +143,8 @@ def with_reference(
   A compiled kernel has no gradient. Neither function may capture traced arrays.
   """
   run = jax.custom_vjp(kernel)
+  # `jax.vjp` gives what a forward rule has to: the result, and what goes back, which is
+  # a pytree itself.
   run.defvjp(lambda *given: jax.vjp(reference, *given), lambda back, given: back(given))
   result: Any = run(*operands)
   return result

@@ -271,6 +271,8 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
   phase = lax.axis_index("phase") if work.interpret else None
   signals = ready = None
   if not work.interpret:
+    # One counter for the refinement and one for shifted rows; and for each group the
+    # signal of `stream_k.py`, that it wrote its part.
     signals, ready = pl.get_global(kind((2,))), pl.get_global(kind((count,)))
 
   def during(number: int, run: Callable[[], None]) -> None:
@@ -458,6 +460,7 @@ def products(
     "unit_bits": [view(unit.reshape(1)) for unit in units],
   }
   array, count = jax.ShapeDtypeStruct, len(tensors)
+  # Only the products are wanted: the rest is memory that programs share.
   made = {
     "out": [array((product.rows, m), dtype) for m in outputs],
     "parts": [array((product.programs, GROUPS, OUTPUTS, product.tile), jnp.float32)],
@@ -474,9 +477,11 @@ def products(
     }
     whole = "raw", "parts", "refined", "bytes", "units", "flags"
     refs |= {name: refs[name][0] for name in whole}
+    # Under these names `stream_k.py` looks for inputs and the units of their rows.
     for name, source in (("x", "refined"), ("row_unit", "units")):
       refs[name] = [refs[source].at[linear] for linear in range(count)]
     none: list[Any] = [None] * count
+    # A table that the rule does not have is None for each linear.
     refs = dict.fromkeys(("matrix", "gram", "cross"), none) | refs
     _kernel(refs, scratch, work)
 

@@ -173,6 +173,7 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: _Work) -> None:
       mine = pl.ds(place.first + group * OUTPUTS, OUTPUTS)
       gpu.copy_smem_to_gmem(s["out"].at[group], refs["out"].at[place.rows, mine])
 
+  # A program's shared memory must be there until its last results have left it.
   gpu.wait_smem_to_gmem(0)
 
   @pl.when(group == GROUPS)

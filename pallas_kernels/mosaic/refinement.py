@@ -286,6 +286,7 @@ def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: Work) ->
       source, target = x.at[rows, columns], scratch["x"].at[slot, block]
       gpu.copy_gmem_to_smem(source, target, scratch["arrived"].at[slot])
 
+  # On its way while the tables are prepared.
   fetch(jnp.int32(0))
   _of_linear(lambda refs: prepare(refs, scratch, work, pair), each)
   gpu.commit_smem()
@@ -305,6 +306,7 @@ def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: Work) ->
       result, byte = outputs(*realize(part, block, scratch, work), work)
       scratch["out"][block] = result
       index = pair * BLOCKS + block
+      # The copy reads what all threads wrote.
       gpu.commit_smem()
       write = functools.partial(_write, scratch["out"].at[block], byte, rows, index)
       _of_linear(write, each)
@@ -354,6 +356,7 @@ def launch(
 
   def mxjax_one_code(*refs: Any, **scratch: Any) -> None:
     rest, each = iter(refs[1:]), [{} for _ in tables]
+    # References come linear by linear: first all operands, then all results.
     for names in (given[0], made):
       for one in each:
         one |= {name: next(rest) for name in names}

@@ -322,6 +322,8 @@ def _sum(
         release(unit, step - 1)
       else:
         before = functools.partial(release, unit - 1, UNIT - 1)
+        # A part's first step follows none of its own: the part before has waited for
+        # its last products.
         pl.when(unit > part.first)(before)
 
     def unit_of(unit: Any, values: jax.Array, scales: jax.Array) -> None:
@@ -336,6 +338,8 @@ def _sum(
       scales = scales_of(unit + 1)
       return decode(unit + 1, 0, scales), scales
 
+    # Before the loop and at each end of a turn the next unit's first step is decoded,
+    # so that the last unit, which has no next, stands behind the loop.
     final, scales = part.last - 1, scales_of(part.first)
     now = decode(part.first, 0, scales), scales
     unit_of(final, *lax.fori_loop(part.first, final, whole, now))
@@ -436,6 +440,7 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
   def _() -> None:
     gpu.set_max_registers(232, action="increase")
     walk(work, lambda part: compute(refs, s, part, group, ready))
+    # A program's shared memory must be there until its last results have left it.
     gpu.wait_smem_to_gmem(0)
 
 
@@ -494,6 +499,7 @@ def float8_products(
   wanted, width = xs[0].shape
   outputs = [tensor.shape[0] for tensor in tensors]
   work = Work.of(wanted, outputs, width, dtype, interpret)
+  # The last tile of rows ends behind the inputs.
   padded = lambda a: jnp.pad(a, ((0, work.rows - wanted), *((0, 0),) * (a.ndim - 1)))
   view = lambda a: lax.bitcast_convert_type(a, jnp.int32)
   inputs = {
@@ -526,5 +532,6 @@ def float8_products(
     thread_name="group",
     interpret=device.mode(interpret),
   )
+  # The parts are memory that programs share, and of no use afterwards.
   *products, _ = call(*(each for arrays in inputs.values() for each in arrays))
   return [product[:wanted] for product in products]

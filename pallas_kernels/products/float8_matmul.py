@@ -257,6 +257,7 @@ def _alone(
 ) -> jax.Array:
   """Multiplies by a launch of its own, or by the library."""
   interpret = implementation == "interpret"
+  # Both products below read the columns in their order.
   x = x.in_order()
   moved, by_row = (
     _shifted_by_xla(x) if implementation == "xla" else shifted(x, interpret=interpret)

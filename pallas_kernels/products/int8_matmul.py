@@ -294,6 +294,7 @@ def launch(
   added = onto or [None] * len(outputs)
   work = _Work(tile, rows, width, outputs, interpret, dtype)
   specs = [_specs(i, onto is not None, work) for i in range(len(outputs))]
+  # Partial sums stay in float32 and are rounded once, after they are added.
   partial_dtype = dtype if tile.splits == 1 else jnp.float32
   partials = lowering.launch(
     functools.partial(_kernel, work=work),

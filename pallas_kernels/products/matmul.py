@@ -162,6 +162,7 @@ def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.A
   if isinstance(x, mxfp4.MXTensor):
     parts = planes.words(x.codes), x.scales
   else:
+    # One array four times: each time the block spec takes another plane.
     parts = (x.values,) * planes.COUNT
   return parts, planes.words(weight.codes), weight.scales
 
@@ -202,6 +203,7 @@ def launch(
   is_packed = isinstance(inputs[0], mxfp4.MXTensor)
   work = _Work(tile, rows, width, outputs, is_packed, interpret)
   specs = [_specs(i, work) for i in range(len(outputs))]
+  # Partial sums stay in float32 and are rounded once, after they are added.
   partial_dtype = dtype if tile.splits == 1 else jnp.float32
   partials = lowering.launch(
     functools.partial(_matmul_kernel, work=work),
@@ -299,7 +301,9 @@ def matmul_each(
     implementation,
     pallas=None if rows else "x has no rows",
   )
+  # All share a launch, so the first weight decides for all.
   chosen = choice.product(rows, *weights[0].shape, has_float8=False)
+  # The library takes the place of a kernel only where nobody asked for the kernel.
   if resolved == "xla" or (implementation is None and chosen is choice.LIBRARY):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, resolved) for x, weight in pairs]

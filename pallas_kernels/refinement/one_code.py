@@ -185,6 +185,8 @@ def _output(rows: int, width: int, size: int, form: Form) -> tuple[Any, Any]:
     return values
   if form == "float8 by blocks":
     group = float8.BLOCKS
+    # The axes are rows, groups of four blocks, words of a block, blocks of a group, and
+    # values of a word: a block's words lie four words apart.
     places = spec(
       (size, None, float8.WORDS, None, 4),
       lambda b, i, _: (i, b // group, 0, b % group, 0),
@@ -216,6 +218,7 @@ def launch(
     fused_inputs.operands(x),
     tuple(tables),
     name="one_code" if tables[0].gram is not None else "transform_encode",
+    # In split form one program takes all linears; see `_kernel`.
     grid=(blocks, -(-rows // size), 1 if tile.split else len(tables)),
     in_specs=[fused_inputs.specs(x, size), jax.tree.map(_table_spec, tuple(tables))],
     out_specs=[spec] * len(tables),
