@@ -274,6 +274,7 @@ def _baseline(
     method,
     on_progress=follow,
     stop=stop,
+    # It is shown however it fares, and nothing reads its record.
     check=False,
     probe=False,
   )
@@ -346,6 +347,7 @@ def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
   tokens = token_fingerprint(prepared.tokens)
   tokens_differ = start["calibration"]["fingerprint"] != tokens
   model_differs = start["model"] != subject.model.config.to_dict()
+  # After the config, because the digest reads all weights.
   model_differs = model_differs or start["weights"] != params_digest(subject.params)
   is_other = tokens_differ or model_differs or key is None
   if is_other or reused.build_key(methods.get(theirs)) != key:

@@ -106,6 +106,8 @@ def load_tokens(
 
 def _with_prefix(tokenizer: Tokenizer, text: str, place: str) -> np.ndarray:
   prefix = np.asarray(tokenizer.prefix_ids, np.int32)
+  # Ids are checked before they join the prefix: numpy would convert both to a common
+  # dtype.
   return np.concatenate([prefix, token_ids(tokenizer.encode(text), place)])
 
 
@@ -205,6 +207,7 @@ def _array(source: str) -> np.ndarray:
 def _array_windows(
   array: np.ndarray, count: int | None, length: int, place: str
 ) -> np.ndarray:
+  # At least one, so that an array without rows is refused.
   wanted = count or max(1, array.shape[0] if array.ndim else 0)
   if array.ndim != 2 or array.shape[0] < wanted or array.shape[1] < length:
     raise ValueRefusal(

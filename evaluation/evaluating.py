@@ -176,6 +176,7 @@ def evaluate_tasks(
   Returns:
     The content of the result file; see `results.to_json`.
   """
+  # First, because a folder that is refused later would cost an evaluation.
   folder = atomic_io.check_output(out) if out else None
   model, params, tokenizer = subjects.restore(
     source, storage=packing.arguments, dtype=dtype

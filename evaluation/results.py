@@ -130,6 +130,7 @@ def read(places: Iterable[str]) -> list[Result]:
     new = _parse(path)
     key = new.model, new.method, new.seed
     if old := results.get(key):
+      # Files of one model, method and seed are joined task by task.
       shared = old.tasks.keys() & new.tasks
       if any(old.scores[task] != new.scores[task] for task in shared):
         raise ValueRefusal(

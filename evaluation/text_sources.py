@@ -119,6 +119,7 @@ def documents(source: str | None, split: str) -> tuple[list[str], str]:
     return [row["text"] for row in kept], " "
   path = pathlib.Path(source)
   data = read_text(path)
+  # Among all suffixes, as `.gz` may follow.
   if {".jsonl", ".json"} & set(path.suffixes):
     # Not by `splitlines`: JSON may hold other breaks of lines as they are.
     found = []

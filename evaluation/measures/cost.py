@@ -44,6 +44,7 @@ def running_cost(
     jax.block_until_ready(forward(params, batch))
     seconds.append(time.perf_counter() - start)
   cache = PrefixCache(model, params, len(tokens) + new_tokens)
+  # A cache has no more positions than its model: a long prompt loses its end.
   prompt = tokens[: cache.limit - new_tokens]
   times: list[float] = []
   for _ in range(2):  # The first time compiles.

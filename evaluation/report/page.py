@@ -196,6 +196,7 @@ def summary_table(runs: Sequence[Run]) -> str:
     ours = [v for v in column.values[1:] if v is not None and math.isfinite(v)]
     least = min(ours) if column.best and len(ours) > 1 else None
     written = ["–" if v is None else column.form(v) for v in column.values]
+    # Only perplexities have losses by window, and so intervals.
     name = column.head.removeprefix("perplexity, ")
     if name in _datasets(runs):
       noise = [_perplexity_range(run, name) for run in runs]
@@ -244,6 +245,7 @@ def verdict(runs: Sequence[Run]) -> str:
   run = _lowest(runs)
   label = LABELS[baseline_of(run["method"])]
   plain = next((row for row in rows if row["method"] == label), None)
+  # RTN is not held against itself.
   plain = None if plain is run else plain
   head = str(run["method"])
   if len(runs) > 1:
@@ -385,6 +387,7 @@ def _errors_by_layer(run: Run, key: str) -> list[tuple[float, float]]:
   points = []
   for index, layer in enumerate(run["record"]["layers"]):
     errors = [linear.get(key, 0.0) for linear in layer["linears"].values()]
+    # A geometric mean and a logarithmic axis take positive numbers alone.
     drawn = [error for error in errors if error > 0 and math.isfinite(error)]
     if drawn:
       points.append((float(index), statistics.geometric_mean(drawn)))

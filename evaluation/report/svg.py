@@ -152,6 +152,7 @@ class _Frame:
 
   def x_ticks(self) -> list[str]:
     """Draws integers under the horizontal axis."""
+    # Two ticks may round to one layer.
     ticks = {round(t) for t in linear_ticks(*self.x, 6)}
     y = self.height - self.bottom + 14
     return [_text(self.px(t), y, str(t)) for t in sorted(ticks)]

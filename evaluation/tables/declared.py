@@ -50,7 +50,11 @@ _NEAREST, _SENSITIVITY = "hires:rounding=nearest", "hires:rounding=sensitivity"
 _NO_K, _NO_D = "hires:use_interaction=false", "hires:use_balance=false"
 _NEITHER = f"{_NO_K}:use_balance=false"
 _ATTENTION, _MLP = "hires:recover=attention", "hires:recover=mlp"
+# Paper: the stale control measures the MLP's statistics on the Stage-II parent, without
+# attention recovery, and deploys both.
 _STALE = "hires:recover=attention+mlp-parent"
+# Paper: "before A4 encoding" is read as before both encodings, because the control's
+# local error falls by 0.02 % at most; with rounded weights it falls by more.
 _EARLY = "hires:recover=attention-unencoded+mlp-unencoded"
 _WITHOUT_A4 = "hires:recover=attention-unrounded+mlp-unrounded"
 _METHODS = {

@@ -148,9 +148,11 @@ def _differences(declared: Declared, cells: Cells, name: str, title: str) -> Tab
       for (of, at, seed), cell in cells.items()
       if (of, at) == (model, label) and (model, declared.reference, seed) in cells
     ]
+    # A draw counts where both rows were measured.
     pairs = [p for p in pairs if all(quantity.values(side) for side in p)]
     if pairs:
       found[model, label] = _compare(quantity, pairs)
+  # Before the paper's join them: signs are counted among ours.
   ours = {key: comparison for key, (_, comparison) in found.items()}
   for model in dict.fromkeys(row.model for row in printed):
     by_label = {

@@ -89,6 +89,7 @@ class Request:
     needs = cells.needs(chosen, self.settings.columns)
     found += self.settings.reduced(needs, self.models)
     absent = (cells.needs(whole) - needs) | whole.rows.keys()
+    # What is left out is so of all tables; a title says what this one would have had.
     if left_out := [each for each in self.without if each in absent]:
       found.append(f"without {', '.join(left_out)}")
     found += [

@@ -123,6 +123,7 @@ class MxjaxLM(LM):
 
   def _score(self, requests: list[likelihoods.Request]) -> list[likelihoods.Score]:
     longest = self.max_length
+    # The last token is predicted and not read.
     sizes = [len(context) + len(rest) - 1 for context, rest in requests]
     if cut := sum(size > longest for size in sizes):
       _log.warning(
@@ -215,6 +216,7 @@ class MxjaxLM(LM):
         mend="ask for fewer with --gen_kwargs",
       )
     ids = encode_prompt(self.tokenizer, context)
+    # A model continues at least one token.
     if not len(ids):
       ids = np.asarray(self._first_id, np.int32)
     if len(ids) > (room := self.max_length - new):
@@ -242,11 +244,13 @@ class MxjaxLM(LM):
       **self._sampling(settings),
     )
     answer = np.asarray(output[0, len(ids) :])
+    # Behind its first end a row is filled up.
     stops = np.flatnonzero(np.isin(answer, ends))
     text = self.tokenizer.decode(answer[: stops[0]] if stops.size else answer)
     until = settings.get("until") or []
     for stop in filter(None, [until] if isinstance(until, str) else until):
       text = text.split(stop)[0]
+    # After the stops, which may be such texts.
     for special in self.tokenizer.special_texts:
       text = text.replace(special, "")
     return text

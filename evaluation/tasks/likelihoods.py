@@ -171,6 +171,7 @@ def _families(
     tokens = family.tokens + len(ids) - _common(ids, before)
     is_near = 2 * _common(ids, before) >= len(ids)
     before = ids
+    # A family stays in a row of the length that its first member asks for.
     if is_shared and is_near and tokens <= length:
       family = _Family(tokens, [*family.members, member])
       continue
@@ -224,6 +225,7 @@ def _batches(
       continue
     batch: list[_Row] = []
     width = lambda batch: _padded(max(row.size for row in batch))
+    # From the fullest on, so that rows of a batch need about as many columns.
     for row in sorted(rows, key=lambda row: -row.size):
       if batch and (len(batch) == count or 2 * row.size < batch[0].size):
         yield _Batch.of(batch, width(batch), has_tree=is_shared)
@@ -293,6 +295,7 @@ def _score_group(
     nodes, targets = np.pad(nodes, padding), np.pad(targets, padding)
     for start in range(0, len(nodes), shapes.head):
       call = slice(start, start + shapes.head)
+      # A GPU's states stay on it; a CPU's are numpy arrays by here.
       taken = _take(states, nodes[call]) if shapes.is_fixed else states[nodes[call]]
       parts.append(_predict(model, params, taken, targets[call]))
   parts = jax.device_get(parts)

@@ -27,6 +27,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
   """
   bare = context.rstrip(" \t\n\r\f\v")
   context, continuation = bare, context[len(bare) :] + continuation
+  # As one text, because the ids of two halves need not be those of the whole.
   whole = encode_prompt(tokenizer, context + continuation)
   before = encode_prompt(tokenizer, context)
   if not len(before) and tokenizer.eos_id is not None:
@@ -46,6 +47,7 @@ def _fingerprint(requests: Sequence[Request]) -> str:
   """Returns the SHA-256 (hex) of the exact ids of all requests."""
   digest = hashlib.sha256()
   for context, continuation in requests:
+    # The ids alone would not tell where a context ends.
     digest.update(f"{len(context)},{len(continuation)};".encode())
     digest.update(np.concatenate([context, continuation], dtype=np.int32).tobytes())
   return digest.hexdigest()
@@ -75,6 +77,7 @@ def evaluate(
     for context, continuation in zip(item.contexts, item.continuations, strict=True)
   ]
   options = {"max_length": max_length, "on_progress": on_progress}
+  # In the order of the requests: each item takes one for each of its choices.
   scores = iter(score(model, params, requests, **options))
   rows = [_decide(item, [next(scores) for _ in item.choices]) for item in items]
   acc, acc_norm = (
