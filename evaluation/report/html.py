@@ -9,8 +9,10 @@ from typing import Any
 from mxjax.evaluation.report import svg
 
 STYLE = pathlib.Path(__file__).with_name("report.css")
+# Not behind a letter or a hyphen: `mr-gptq` is no option.
 OPTION = re.compile(r"(?<![\w-])--?[A-Za-z]\S*")
 """An option with what adheres to it; a browser would break after any of its hyphens."""
+# Before letters alone, so that a number such as 1,000 stays whole.
 PART = re.compile(r"(?<=\w)([:=,+])(?=[^\W\d])")
 """What joins the parts of a method's name, such as `gptq:activations=float`."""
 

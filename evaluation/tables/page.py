@@ -16,6 +16,7 @@ def damage_chart(results: Sequence[Result], model: str) -> str:
   """Draws damage by task and method of one model; empty without a float reference."""
   reference = references(results).get(model)
   first: dict[str, Result] = {}
+  # One draw of each method is drawn, that of the smallest seed.
   for result in sorted(results, key=lambda r: -1 if r.seed is None else r.seed):
     if result.model == model and result.method != FLOAT:
       first.setdefault(result.method, result)

@@ -45,6 +45,7 @@ def printed(declared: Declared) -> list[Printed]:
   """Returns the paper's rows of a table in its order; none for a table of ours."""
   found: dict[tuple[str, str, int | None], dict[str, str]] = {}
   for row in (row for key in declared.paper for row in _rows(key)):
+    # A table of one method may have no column that names it.
     label = next(
       (row[head] for head in LABELS if head in row), next(iter(declared.rows))
     )
