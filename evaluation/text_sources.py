@@ -92,7 +92,7 @@ def hub_rows(
   files = {"data_files": {split: data_files}} if data_files else {}
   try:
     return list(datasets.load_dataset(repository, configuration, split=split, **files))
-  except (ConnectionError, OSError) as error:
+  except OSError as error:
     raise ConnectionRefusal(
       "data",
       expected=f"the hub, which has {repository}",

@@ -22,6 +22,7 @@ from mxjax.layers.linear import (
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import attention_norms, layer_linears, layer_norms
+from mxjax.numerics import elementwise
 from mxjax.numerics.e4m3 import ScaledE4M3
 from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels import recovery as recovery_kernels
@@ -129,20 +130,27 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """RMSNorm with a scale; `eps` is added to the mean square."""
+  """RMSNorm with a scale; see `elementwise.rms_norm`."""
 
   width: int
-  eps: float
+  config: ModelConfig
+
+  def setup(self) -> None:
+    """Creates the scale."""
+    self.weight = _leaf(self, "weight", nn.initializers.ones, self.width)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalizes `[..., width]`, same dtype."""
-    return self.defer(x).array()
+    config = self.config
+    # OLMo-2 is the only family with norms behind the blocks.
+    return elementwise.rms_norm(
+      x, self.weight, config.norm_eps, rounds_once=config.is_post_norm
+    )
 
-  @nn.compact
   def defer(self, x: jax.Array) -> fused_inputs.Normalized:
-    """Defers the norm, so that a linear's kernel can compute it."""
-    weight = _leaf(self, "weight", nn.initializers.ones, self.width)
-    return fused_inputs.Normalized(x, weight, self.eps)
+    """Defers a norm in front of a block, so that a linear's kernel can compute it."""
+    assert not self.config.is_post_norm, "kernels round before the scale"
+    return fused_inputs.Normalized(x, self.weight, self.config.norm_eps)
 
 
 class Attention(nn.Module):
@@ -155,8 +163,8 @@ class Attention(nn.Module):
     linears = _linears(self.config, "self_attn")
     self.q_proj, self.k_proj, self.v_proj, self.o_proj = linears
     if widths := attention_norms(self.config):
-      self.q_norm = RMSNorm(widths["q_norm"], self.config.norm_eps)
-      self.k_norm = RMSNorm(widths["k_norm"], self.config.norm_eps)
+      self.q_norm = RMSNorm(widths["q_norm"], self.config)
+      self.k_norm = RMSNorm(widths["k_norm"], self.config)
 
   def __call__(self, x: fused_inputs.Input, onto: jax.Array | None = None) -> jax.Array:
     """Maps the layer's input `[B, T, d]` to the attention output, same shape.
@@ -249,7 +257,7 @@ class DecoderLayer(nn.Module):
     for name in layer_norms(config):
       # Their names are those of the checkpoint, which differ between pre-norm and
       # post-norm.
-      setattr(self, name, RMSNorm(config.hidden_size, config.norm_eps))
+      setattr(self, name, RMSNorm(config.hidden_size, config))
 
   def __call__(self, hidden: jax.Array) -> jax.Array:
     """Maps hidden states `[B, T, d]` to hidden states, same dtype."""
@@ -278,7 +286,7 @@ class CausalLM(nn.Module):
     config = self.config
     self.embed_tokens = Embedding(config)
     self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
-    self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+    self.norm = RMSNorm(config.hidden_size, config)
     # A head among the params overrides tying, because rotated models need their own.
     self.has_head = not config.tie_embeddings or self.has_variable("params", "lm_head")
     if self.has_head:
@@ -426,7 +434,7 @@ class CausalLM(nn.Module):
 
     Reads only the norm, head and embedding. Maps `[B, T, d]` to float32 `[B, T, V]`.
     """
-    norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
+    norm = RMSNorm(self.config.hidden_size, self.config, parent=None)
     normal = _run(norm, params["norm"], hidden)
     # A head among the params wins, as in `setup`.
     tied = self.config.tie_embeddings and "lm_head" not in params

@@ -86,7 +86,9 @@ class Quantity(NamedTuple):
     """Returns the value, or one per replicate; none if something was not measured."""
     try:
       if self.of_facts:
-        return np.atleast_1d(self.of_facts(cell.facts)).astype(float).tolist()
+        facts = self.of_facts(cell.facts)
+        # NumPy would make nan of None, which a table would show.
+        return [] if facts is None else np.atleast_1d(facts).astype(float).tolist()
       assert self.of_scores
       scores = lambda tasks: {name: tasks[name]["score"] for name in tasks}
       return [self.of_scores(scores(cell.tasks), scores(cell.exact))]

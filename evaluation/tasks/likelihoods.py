@@ -148,7 +148,7 @@ def _lengths(
   """
   shortest = shapes.row if is_shared else LENGTH_STEP
   power = lambda size: max(shortest, 1 << (size - 1).bit_length())
-  if not shapes.is_fixed:
+  if not shapes.is_fixed or not sizes:
     return power if is_shared else _padded
   found = sorted({power(size) for size in sizes})
   weights = sizes if is_shared else [1] * len(sizes)

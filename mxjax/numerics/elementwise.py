@@ -8,21 +8,26 @@ import jax.numpy as jnp
 from mxjax.numerics.precision import rounded
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+  x: jax.Array, weight: jax.Array, eps: float, *, rounds_once: bool = False
+) -> jax.Array:
   r"""Divides rows `[..., d]` by their root mean square and multiplies by `weight`.
 
   .. math::
     y = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}
 
   The weight is `[d]`. The mean is in float32; the result has the shape and dtype of
-  `x`.
+  `x`. With `rounds_once` the product with the weight is in float32, too, as
+  transformers computes it in OLMo-2; without, what is normalized is rounded to the
+  dtype first, as in its other families. In float32 the two are the same.
   """
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-  # Rounded before the gain as well as after it, as LlamaRMSNorm of transformers does.
-  normal = rounded((wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype))
   scale = weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
-  return rounded(normal * scale)
+  normal = wide * jax.lax.rsqrt(mean_square + eps)
+  if rounds_once:
+    return rounded((normal * scale.astype(jnp.float32)).astype(x.dtype))
+  return rounded(rounded(normal.astype(x.dtype)) * scale)
 
 
 def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -169,6 +169,8 @@ def magnitude_index(
   """Returns the int32 magnitude index 0..7 of each value at an exponent, saturating.
 
   `x` is float32 or float64; `exponent` is int32, of the same rank and broadcastable.
+  A value of 2^129 scales or more may get index 0: no scale of its own block is so
+  small, only one that was fixed for other values.
   `rules` decides ties.
   """
   scaled = _scaled_bits(x, exponent)

@@ -77,6 +77,25 @@ def test_bfloat16_compute_stays_close_and_ends_in_float32(golden, tmp_path):
   np.testing.assert_allclose(logits, golden.logits, atol=0.1)
 
 
+@pytest.mark.parametrize("is_post_norm", [False, True])
+def test_norms_round_where_those_of_transformers_do(tiny, is_post_norm):
+  """LlamaRMSNorm rounds before the scale and after it, Olmo2RMSNorm after it alone."""
+  config = dataclasses.replace(tiny[0].config, is_post_norm=is_post_norm)
+  rng = np.random.default_rng(0)
+  x, scale = rng.standard_normal((64, 96)), 1 + rng.random((1, 96))
+  x, scale = (jnp.asarray(each, jnp.bfloat16) for each in (x, scale))
+  norm = transformer.RMSNorm(96, config)
+  got = norm.apply({"params": {"weight": scale[0]}}, x)
+  wide = np.asarray(x, np.float32)
+  normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + config.norm_eps)
+  once = jnp.asarray(normal * np.asarray(scale, np.float32)).astype(jnp.bfloat16)
+  twice = jnp.asarray(normal).astype(jnp.bfloat16) * scale
+  assert (once != twice).mean() > 0.1
+  want, other = (once, twice) if is_post_norm else (twice, once)
+  # The last bit of a float32 decides a tie here and there.
+  assert (got != want).mean() < 0.01 < (got != other).mean()
+
+
 def test_a_float64_scope_around_a_layer_changes_nothing(tiny, float64):
   model, params, tokens = tiny
   output, taps = model.layer_with_taps(params["layers_0"], model.embed(params, tokens))

@@ -290,6 +290,12 @@ def test_columns_of_models_average_several_draws():
   assert row["Mean"] == "0.25000" and row["Qwen-8B (paper)"] == ".1666"
 
 
+def test_a_measure_without_a_value_leaves_its_cell_empty():
+  build = lambda error: Measured(facts={"build": {"operator_error": error}})
+  assert QUANTITIES["operator_error"].values(build(0.5)) == [0.5]
+  assert QUANTITIES["operator_error"].values(build(None)) == []
+
+
 def test_the_time_of_a_build_that_took_over_work_is_none():
   build = lambda **row: Measured(facts={"build": row})
   minutes = QUANTITIES["build_minutes"]

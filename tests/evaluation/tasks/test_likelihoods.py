@@ -227,5 +227,9 @@ def test_of_equal_logits_the_first_is_the_likeliest():
   np.testing.assert_allclose(found, np.asarray([2.0, 1.0, 2.0]) - total, rtol=1e-6)
 
 
-def test_nothing_is_asked_of_no_requests(tiny_model, tiny_params):
-  assert likelihoods.score(tiny_model, tiny_params, [], max_length=8) == []
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_nothing_is_asked_of_no_requests(tiny_model, tiny_params, shapes):
+  made = likelihoods.score(
+    tiny_model, tiny_params, [], max_length=8, shapes=SHAPES[shapes]
+  )
+  assert made == []
