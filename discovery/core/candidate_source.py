@@ -33,6 +33,8 @@ MAX_DEPTH = 100
 MAX_INTEGER_BITS = 1024
 """Longest integer constant; Python does not print much longer ones."""
 IMPORTS = ("functools", "jax", "jax.lax", "jax.numpy", "math", "numpy")
+# Names and attributes that reach files, settings, callbacks or code by its text. The
+# jail stops what they would do; a refusal here tells the proposer the line.
 FORBIDDEN_NAMES = frozenset(
   """breakpoint classmethod compile delattr dir eval exec exit getattr globals hasattr
   help id input locals memoryview object open print property quit setattr staticmethod
@@ -44,6 +46,8 @@ FORBIDDEN_ATTRIBUTES = frozenset(
   make_jaxpr memmap monitoring profiler pure_callback save savetxt stages test_util
   tofile tools tree_util xla_computation""".split()
 )
+# A hook is a pure function that is traced once: it needs no state, no objects of its
+# own and nothing that waits.
 FORBIDDEN_NODES = (
   ast.AsyncFunctionDef,
   ast.Await,
@@ -94,9 +98,12 @@ def admit(source: str, interface: Interface) -> CandidateSource:
     if (size := len(source.encode())) > MAX_BYTES:
       raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {size}.")
     tree = _parsed(source)
+    # The parser lets pass what only the compiler refuses, such as `return` outside of a
+    # function. This module's own future statements do not count.
     compile(tree, "<candidate>", "exec", dont_inherit=True)
     # What Python cannot print again, such as some f-strings, cannot be edited later.
     ast.parse(ast.unparse(tree))
+  # It is a ValueError as well, which the next clause would wrap in words of its own.
   except RejectedError:
     raise
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -120,6 +127,8 @@ def admit(source: str, interface: Interface) -> CandidateSource:
         f"program: line {node.lineno}: a module holds imports, constants, PLAN and "
         f"functions; {type(node).__name__} is none of them."
       )
+    # Hooks are known by `def`: one that is bound otherwise would pass for one that is
+    # left out.
     elif taken := _bound(node) & {*interface.names}:
       _refuse(node, f"{sorted(taken)} are hooks; define them by def")
   _check_signatures(tree, interface)
@@ -143,6 +152,7 @@ def _parsed(source: str) -> ast.Module:
 
 def _check_depth(tree: ast.AST) -> None:
   """Refuses nesting that would exhaust recursion wherever the tree is visited."""
+  # Level by level, because a recursive walk is what deep nesting exhausts.
   level: list[ast.AST] = [tree]
   for _ in range(MAX_DEPTH):
     level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -200,6 +210,7 @@ def _read_plan(node: ast.stmt, interface: Interface) -> dict[str, Any]:
     raise RejectedError(f"program: PLAN must be a dict, got {type(plan).__name__}.")
   for key, value in plan.items():
     allowed = interface.plan.get(key)
+    # True equals 1 and 1.0, which are other values of a plan.
     same = [v for v in allowed or () if v == value and type(v) is type(value)]
     if not same:
       raise RejectedError(
@@ -248,6 +259,8 @@ def _check_signatures(tree: ast.Module, interface: Interface) -> None:
     if isinstance(node, ast.FunctionDef) and node.name in interface.names:
       wanted = list(interface.hook(node.name).arguments)
       got = [argument.arg for argument in node.args.args]
+      # What a hook takes beyond its declared arguments needs defaults: nobody passes
+      # it.
       defaults = node.args.defaults
       if got[: len(wanted)] != wanted or len(got) - len(wanted) > len(defaults):
         _refuse(node, f"{node.name} must take {wanted}, got {got}")
@@ -260,6 +273,7 @@ def _normalized(source: str) -> str:
   for node in ast.walk(tree):
     if isinstance(node, ast.Module | ast.FunctionDef):
       if ast.get_docstring(node, clean=False) is not None:
+        # A body that was its docstring alone must not become empty.
         node.body = node.body[1:] or [ast.Pass()]
   return ast.unparse(tree)
 
@@ -284,6 +298,8 @@ def hook_keys(source: str, hooks: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     while waiting:
       found |= waiting
       waiting = {n for one in waiting for n in used.get(one, ())} - found
+    # In the order of the module, because a later binding of a name replaces an earlier
+    # one.
     return [
       ast.unparse(node)
       for node in body
@@ -382,6 +398,7 @@ def graft(source: str, donor: str, parts: Iterable[str], interface: Interface) -
   # A hook that the donor leaves out has its default there.
   added += [interface.hook(name).default for name in hooks if name not in theirs]
   if {name for name in hooks if name not in theirs}:
+    # Defaults may use the functions of the header, which the program may lack.
     source = with_functions(source, interface.header, replace=False)
   grafted = with_functions(source, "\n".join(added))
   plan = admit(donor, interface).plan
@@ -430,6 +447,7 @@ def merged(source: str, code: str, plan: Mapping[str, Literal]) -> str:
   first = min(functions, default=len(lines))
   if added:
     spans[first, first] = "\n\n\n".join(added) + "\n\n"
+  # From the end, so that the line numbers of what comes before stay right.
   for start, end in sorted(spans, reverse=True):
     lines[start:end] = spans[start, end].splitlines()
   return "\n".join(lines) + "\n"
@@ -465,6 +483,7 @@ def diff(before: str, after: str, names: tuple[str, str] = ("", "")) -> str:
   if any(names):
     return "\n".join(difflib.unified_diff(old, new, *names, lineterm="", n=2))
   shown: list[str] = []
+  # Without its first two lines, which name the files.
   for line in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:]:
     if (hunk := HUNK.fullmatch(line)) is None:
       shown.append(line)

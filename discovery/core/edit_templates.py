@@ -69,6 +69,7 @@ class EditTemplate:
     """Returns the source with the edit applied."""
     if self.template:
       code = self.template
+      # Not `str.format`, which would take every other brace of the code for a field.
       for name, value in params.items():
         code = code.replace("{" + name + "}", repr(value))
       source = with_functions(source, code)

@@ -35,6 +35,7 @@ def draw(*address: Any) -> float:
   Draws at different addresses are independent streams. A resumed or reordered run draws
   the same numbers, because there is no generator state.
   """
+  # Thirteen digits are 52 bits, which a float64 holds exactly; more could round to 1.
   return int(digest(list(address))[:13], 16) / 16**13
 
 
@@ -45,6 +46,7 @@ def pick(options: Sequence[T], *address: Any) -> T:
 
 def shuffled(options: Sequence[T], *address: Any) -> list[T]:
   """Returns `options` in an order drawn from the address."""
+  # Drawn by its place, because an address is JSON and an option may be any object.
   keyed = sorted(enumerate(options), key=lambda item: draw(*address, item[0]))
   return [option for _, option in keyed]
 

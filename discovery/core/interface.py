@@ -92,6 +92,8 @@ class Hook:
       for aval in ([tree] if isinstance(tree, Aval) else tree.values())
     ]
     named = {size for aval in leaves for size in aval.shape if isinstance(size, str)}
+    # A kind of unit that lacks a size is none of this hook: an MLP has no head. Kinds
+    # that agree in what the hook names need one trace.
     own: list[dict[str, int]] = []
     for each in sizes:
       chosen = {name: each[name] for name in sorted(named) if name in each}

@@ -50,12 +50,14 @@ class Value:
   def allows(self, value: Any) -> bool:
     """Returns whether a value read from JSON has this form."""
     if self.several:
+      # Types before sets: JSON has lists of lists, which no set can hold.
       known = isinstance(value, list) and value and set(map(type, value)) == {str}
       is_once = bool(known) and len({*value}) == len(value)
       return is_once and {*value} <= {*self.one_of}
     if self.one_of:
       return isinstance(value, str) and value in self.one_of
     if self.span:
+      # By `type`, because `true` is an integer to `isinstance`.
       is_pair = isinstance(value, list) and [*map(type, value)] == [int, int]
       return is_pair and 0 <= value[0] < value[1]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -90,6 +92,8 @@ Interventions = Mapping[str, Intervention]
 
 def program(interface: Interface) -> Intervention:
   """Returns the kind `program` for a task with these hooks and plan keys."""
+  # A plan key may have the name of a hook, as `transform` and `balance` of the ptq
+  # task.
   names = tuple(dict.fromkeys((*interface.names, *interface.plan)))
   hook = interface.hooks[0]
   return Intervention(

@@ -132,6 +132,8 @@ class Ledger:
   def price(self, conditions: Sequence[Condition]) -> Counter[str]:
     """Returns the charge of each kind for conditions if they were run now."""
     if self._reuse:
+      # Of conditions that execute the same, the first is charged: in reverse it is the
+      # one that is written last.
       first = {c.exec_id: c for c in reversed(conditions)}
       conditions = [c for c in first.values() if not self.ran(c.exec_id)]
     charges: Counter[str] = Counter()
@@ -141,6 +143,8 @@ class Ledger:
 
   def fits(self, charges: Counter[str]) -> bool:
     """Returns whether these calls are left, in all and of each kind."""
+    # Without an allocation each kind alone may fit into what is left, and all together
+    # not.
     each = all(count <= self.left_for(kind) for kind, count in charges.items())
     return each and charges.total() <= self.left
 
@@ -165,7 +169,10 @@ class Ledger:
     is_reused = self._reuse and self.ran(condition.exec_id)
     charged = 0 if is_reused else condition.cost
     call = self.spent + charged
+    # Without `reuse` an execution is settled again, and keeps its first call.
     self._charged_calls.setdefault(condition.exec_id, call)
+    # Nothing was reserved for what is reused, so what it would have cost must not be
+    # given back.
     self._reserved[condition.kind] -= charged
     self._charged[condition.kind] += charged
     entry = Entry(

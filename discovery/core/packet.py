@@ -59,6 +59,7 @@ class Packet:
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form."""
     values = dataclasses.asdict(self)
+    # `asdict` leaves a named tuple one, which JSON would write as a list without names.
     for shown, condition in zip(values["conditions"], self.conditions, strict=True):
       shown["call"] = condition.call._asdict()
     return values

@@ -341,6 +341,8 @@ class Proposal:
 
   def __post_init__(self) -> None:
     """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""
+    # Unescaped, because as an escape half a surrogate pair would pass, and fail where a
+    # source is written as text.
     text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
     text.encode()
 
@@ -357,6 +359,7 @@ class Proposal:
         "explanations": tuple(Explanation(**e) for e in values["explanations"]),
         "controls": tuple(Control(**c) for c in values["controls"]),
         "declared": tuple(values["declared"]),
+        # Absent while an answer becomes a proposal: its replies are named afterwards.
         "models": tuple(values.get("models", ())),
       }
     )
@@ -426,6 +429,8 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   """
   if evidence == "verdict":
     return experiment
+  # A list of what is allowed: a field that nobody names here reaches no arm but the
+  # last.
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
     seen |= {"score", "feedback", "diff", "code", "transfers"}

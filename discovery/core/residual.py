@@ -169,6 +169,7 @@ class Residual:
   @property
   def excess(self) -> float:
     """Relative amount by which the value exceeds the threshold."""
+    # A threshold of 0, such as that of a loss whose ideal is 0, has no relative excess.
     scale = abs(self.threshold) or 1.0
     return (self.value - self.threshold) / scale
 
@@ -209,6 +210,7 @@ def fate(
   """
   if abs(edit) <= margin:
     return None
+  # In the direction of the edit, so that a rise and a fall are judged alike.
   change, left = abs(edit), controlled if edit > 0 else -controlled
   if left > KEPT_SHARE * change if elsewhere else change - left <= margin:
     return "kept"
@@ -225,5 +227,6 @@ def consistent(predicted: Predicted, observed: Mapping[str, Symbol]) -> bool:
 def _met(predicted: Symbol, observed: Symbol) -> bool:
   contains = FATES[1:]
   if predicted in contains and observed in contains:
+    # A later fate is a case of an earlier one: what is gone is lost as well.
     return contains.index(observed) >= contains.index(predicted)
   return predicted == observed

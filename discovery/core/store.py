@@ -54,6 +54,7 @@ class Store:
     path = self.path / "log.jsonl"
     if not path.exists():
       return iter(())
+    # Locked before it is read: a torn line may be one that another process is writing.
     file, data = self._opened(), path.read_bytes()
     if (whole := data.rfind(b"\n") + 1) < len(data):
       file.truncate(whole)
@@ -100,6 +101,8 @@ class Store:
       self._next = next(self._left, None)
     else:
       file = self._opened()
+      # It was opened to append, so it begins at its end: 0 unless another process wrote
+      # to it since this store looked for a log.
       if not number and file.tell():
         raise ReplayError(
           self.path,
@@ -109,6 +112,8 @@ class Store:
         )
       file.write(line + "\n")
       file.flush()
+      # On the disk before the caller goes on, since an experiment is registered before
+      # its first call.
       os.fsync(file.fileno())
     self._count, self._last = number + 1, event["hash"]
     # The JSON round trip makes a run and its replay hold identical values.

@@ -78,6 +78,7 @@ class Outcome:
         f"status {values['status']!r} and bad values of {bad}."
       )
     parts = values.get("parts", {})
+    # What is no dict becomes a row that is none, which the next line refuses.
     rows = [*parts.values()] if isinstance(parts, dict) else [None]
     if not all(isinstance(row, dict) for row in rows) or not all(
       identity.finite(number) for row in rows for number in row.values()
@@ -266,6 +267,7 @@ class Task(Protocol):
 class Defaults:
   """What a task may leave out; every task of a user's own class can inherit it."""
 
+  # Class attributes are shared by all tasks, so mappings among them are read-only.
   description = ""
   observables: Mapping[str, str] = types.MappingProxyType({})
   interventions: Interventions = types.MappingProxyType({})
@@ -376,6 +378,7 @@ def check_trusted(spec: Mapping[str, Any], given: Mapping[str, Any] | None) -> N
   """
   if spec.get("task") in BUILT_IN and "path" not in spec:
     return
+  # These two say what code is executed; other options only parametrize it.
   place = lambda each: {k: each[k] for k in ("task", "path") if k in each}
   if given is None or place(spec) != place(given):
     where = f" of {spec['path']}" if "path" in spec else ""
@@ -403,6 +406,7 @@ def load(spec: Mapping[str, Any]) -> Task:
   if path is not None and path not in sys.path:
     sys.path.insert(0, path)
   module, _, function = str(known.get(name, name)).partition(":")
+  # A built-in task has a function by now, so no folder of its name can take its place.
   if not function and pathlib.Path(name).is_dir():
     module, function = "mxjax.discovery.tasks.two_files", "TwoFiles"
     options["folder"] = name
@@ -424,6 +428,8 @@ def load(spec: Mapping[str, Any]) -> Task:
       mend="run in the folder of the module, or install its package",
     ) from error
   try:
+    # Bound before it is called, so that a TypeError of the task's own code is not taken
+    # for an option that does not fit.
     inspect.signature(make).bind(**options)
   except TypeError as error:
     raise ValueRefusal(

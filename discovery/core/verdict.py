@@ -129,6 +129,8 @@ def decide(
     return Verdict.UNRESOLVED, "several_left"
   if survivors == "none":
     return Verdict.UNRESOLVED, "none_left"
+  # One account is left. A gain supports it only if it is the focal one; otherwise the
+  # gain is real and its explanation is not.
   if survivors == "focal" and gains:
     return Verdict.SUPPORTED, "focal_alone"
   if gains:
@@ -156,6 +158,8 @@ def resolve(
   never told from the focal account leaves the question open, like any competitor.
   """
   focal = explanations[0]
+  # The primary run first, so that `excluded` names a control only for an account that
+  # the primary run had left.
   order = sorted(observed, key=lambda name: name != PRIMARY)
   against = lambda e: [n for n in order if not consistent(e.predicts(n), observed[n])]
   gone = {e.name: names[0] for e in explanations if (names := against(e))}
@@ -171,6 +175,8 @@ def resolve(
   else:
     survivors = "focal" if left[0] == focal.name else "competitor"
   primary = observed.get(PRIMARY, {})
+  # The row "mediator-only" of the table: what the focal account predicts beside the
+  # target. An account without such a prediction has no signature.
   signature: Predicted = {
     k: s for k, s in focal.predicts(PRIMARY).items() if k != target
   }
@@ -185,6 +191,7 @@ def resolve(
   rivals = tuple(
     e.name for e in explanations if not disagree(first, e.predicts(PRIMARY))
   )
+  # These two verdicts come before any account, so no exclusion is their ground.
   known = is_safe and not is_equivalent
   return Finding(verdict, reason, tuple(left), gone if known else {}, rivals)
 
