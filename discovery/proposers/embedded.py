@@ -133,6 +133,8 @@ class EmbeddedProposer:
         continue
       for params in template.params:
         label = template.label(params)
+        # A new control is asked of an edit that was made: that edit is allowed once
+        # more.
         if (context.parent.id, label) in tried and not repeats:
           continue
         trials = tuple(past.trials.get(label, ()))
@@ -152,6 +154,8 @@ class EmbeddedProposer:
     banned = {id_of(d.label) for d in bans}
     live = [o for o in options if o.template.id not in banned]
     for ban in bans:
+      # The parent still has what is forbidden, so only an edit of that place gets rid
+      # of it.
       if context.parent.full_call.part(ban.computation) == ban.intervention:
         live = [o for o in live if set(o.template.hooks) & set(ban.computation)]
     if (demand := _asked(context)) is not None:
@@ -200,6 +204,8 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
   """Adds prior, optimism and the terms that the arm's evidence allows."""
   prior = identity.draw(context.seed, option.label, "prior")
   wins = sum(e.gain for e in option.trials)
+  # What every arm reads: how often edits of this label were tried and gained. The prior
+  # of a label is the same in every arm.
   score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
   score += 0.3 * (wins - (len(option.trials) - wins))
   if context.evidence in ("text", "reflect", "controls", "verdict"):

@@ -25,6 +25,7 @@ from mxjax.discovery.core import identity
 from mxjax.discovery.core.proposal import OutageError
 from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 
+# Statuses that may be over in a moment: timeouts, limits of rate, failing servers.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_REPLY_BYTES = 16 << 20
 MAX_TOKENS = 1 << 40
@@ -78,6 +79,7 @@ class _Connection:
   def __init__(self) -> None:
     import httpx
 
+    # One connection, so that the socket that `_cut` shuts down is that of the request.
     limits = httpx.Limits(max_connections=1)
     self.client = httpx.Client(follow_redirects=False, limits=limits)
     self._socket: Any = None
@@ -89,6 +91,7 @@ class _Connection:
   def _cut(self) -> None:
     if self._socket is not None:
       with contextlib.suppress(OSError):
+        # Closing would leave a read in another thread waiting; shutting down ends it.
         self._socket.shutdown(socket.SHUT_RDWR)
 
   def post(
@@ -120,6 +123,7 @@ class _Connection:
             raise OutageError(
               f"endpoint: a reply of more than {MAX_REPLY_BYTES} bytes; ask for less."
             )
+        # A body without a declared length ends where it was cut, as a whole one does.
         if time.monotonic() >= end:
           raise httpx.ReadTimeout("cut off")
         return got.status_code, got.headers, bytes(data)
@@ -276,6 +280,7 @@ class HttpClient:
     try:
       body = json.loads(data)
       choice, usage = body["choices"][0], body.get("usage") or {}
+      # No prompt has 0 tokens, but a reply may be empty.
       if self.metered and not (
         usage.get("prompt_tokens") and usage.get("completion_tokens") is not None
       ):
@@ -444,6 +449,7 @@ class Cassette:
     Samples of one request are separate replies: each is asked for and recorded once,
     and replayed by its number, in whatever order and from whatever thread.
     """
+    # A shallow copy: the replies, the file and the lock are those of all samples.
     other = copy.copy(self)
     other._sample = number
     return other
@@ -485,6 +491,7 @@ class Cassette:
     if self._mode == "replay" or self._client is None:
       told = f", sample {self._sample}" if self._sample else ""
       raise self._absent(f"reply to request {digest[:12]}{told}")
+    # Without the lock, so that other threads ask at the same time.
     reply = self._client.complete(request)
     entry = {"request": digest, "time": time.time(), "reply": reply.model_dump()}
     if self._sample:
@@ -504,6 +511,8 @@ class Cassette:
 
   def _append(self, entry: Mapping[str, Any]) -> None:
     with self._path.open("a", encoding="utf-8") as file:
+      # Sorted keys make every line begin with one of `BEGINNINGS`.
       file.write(json.dumps(entry, sort_keys=True) + "\n")
       file.flush()
+      # What was paid for is on the disk before anybody uses it.
       os.fsync(file.fileno())

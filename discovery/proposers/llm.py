@@ -38,6 +38,7 @@ REPAIRS = 2
 ASKS = 2
 """Times that the free proxy answers about a program before it is proposed."""
 
+# Bounds of what a reply may hold, because all of it is hashed, logged and told again.
 Name = Annotated[str, pydantic.Field(min_length=1, max_length=120)]
 Words = Annotated[str, pydantic.Field(max_length=2000)]
 Symbols = dict[Name, Symbol]
@@ -394,6 +395,8 @@ class LlmProposer:
     self, context: Context, messages: list[dict[str, str]], answer: str, told: str
   ) -> list[dict[str, str]] | None:
     """Returns the messages with one more turn, or None if it does not fit."""
+    # All but the system message and the prompt, which is built anew: with less memory,
+    # so that the turns fit.
     later = [
       *messages[2:],
       {"role": "assistant", "content": answer},
@@ -411,6 +414,7 @@ class LlmProposer:
     if self._store is None:
       return self._client.complete(request)
     number, position = context.address
+    # With the request, so that another prompt in the same place has a reply of its own.
     key = f"{number:05d}-{position}-{turn}-{identity.digest(request)[:12]}"
     stored = self._store.get("replies", key)
     if stored is None:
