@@ -100,6 +100,8 @@ class CachedEvaluator:
   def prepare(self, source: str) -> Prepared:
     """Admits and traces a source; one of the last used is not traced again."""
     key = identity.digest(source.encode())
+    # Taken out and put back: a dict keeps the order of insertion, so its first entry is
+    # the one that was not used for longest.
     prepared = self._prepared.pop(key, None) or self._prepare(key, source)
     self._prepared[key] = prepared
     if len(self._prepared) > PREPARED:
@@ -121,6 +123,8 @@ class CachedEvaluator:
     if traced.status != Status.OK:
       return prepared
     computation = dict(traced.computation)
+    # Every other text is then another computation, also one that lowers to the same
+    # program.
     if self._identity_by == "source":
       computation = {
         name: identity.digest([lowered, admitted.id])
@@ -161,6 +165,7 @@ class CachedEvaluator:
 
   def run(self, conditions: Sequence[Condition]) -> list[Outcome]:
     """Returns outcomes in order, executing once each identity that is not stored."""
+    # By identity, so that conditions which execute the same are executed once.
     stored = {c.exec_id: self._stored(c.exec_id) for c in conditions}
     missing = {c.exec_id: c.call for c in conditions if stored[c.exec_id] is None}
     names = list(missing)

@@ -157,6 +157,7 @@ def missing(
         if c.kind == "control"
         and c.name in outcomes
         and outcomes[c.name].status == Status.OK
+        # A control of kind `program` has no intervention; its computation tells it.
         and (c.call.intervention or c.call.computation) not in demand.ran
       ]
       pairs = itertools.product(new, itertools.combinations(left, 2))

@@ -47,11 +47,14 @@ def minimal(
       of separated pairs than the table holds.
   """
   _check_sizes(explanations, controls)
+  # A bit for each pair of explanations; the constraint of the equation asks for all.
   everything = (1 << (len(explanations) * (len(explanations) - 1) // 2)) - 1
   start = _separated(explanations, PRIMARY)
   best: dict[int, tuple[int, int, tuple[str, ...]]] = {start: (0, 0, ())}
+  # In the order of names, so that tuples of names compare as ties are to be broken.
   for control in sorted(controls, key=lambda c: c.name):
     gain = _separated(explanations, control.name)
+    # A copy, because the loop adds to the table that it reads.
     for mask, (cost, count, names) in list(best.items()):
       reached = mask | gain
       offer = (cost + control.cost, count + 1, (*names, control.name))

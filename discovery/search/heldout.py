@@ -125,6 +125,7 @@ def _score_marks(
 def _score(evaluator: CachedEvaluator, source: str) -> tuple[Status, float | None]:
   prepared = evaluator.prepare(source)
   if prepared.call is None:
+    # A mark without a value: a champion of the visible task need not run on this one.
     return prepared.status, None
   (outcome,) = evaluator.measure(prepared.call)
   return outcome.status, outcome.values.get(evaluator.task.target)

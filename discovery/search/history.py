@@ -88,6 +88,7 @@ class History:
     """Adds an executed packet to the experiments; `asks` is what its verdict asks."""
     outcome, changes = attempt.outcome, attempt.changes
     accounts = attempt.packet.explanations
+    # By their text, because accounts hold mappings and have no hash.
     accounts = self._accounts.setdefault(repr(accounts), accounts)
     self.experiments.append(
       Experiment(
@@ -174,6 +175,7 @@ class History:
     what a run ends with is always scored on held-out data.
     """
     measured = [record for record in records if record.is_accepted]
+    # A packet may pass several marks at once; each has the champion of its own call.
     while self._marked + self._every <= spent:
       self._marked += self._every
       self._mark(self._marked, [r for r in measured if r.call <= self._marked])

@@ -285,6 +285,7 @@ def freeze(
     checked = demands if packet.response_to else ()
     attempt = Attempt(proposal, prepared, selection.parent, checked, packet)
     charges = ledger.price(packet.conditions)
+    # The first that is tried is the whole packet, whose price a prompt tells.
     whole = whole or charges.total()
     if ledger.fits(charges):
       break
@@ -409,6 +410,7 @@ def _question(
       continue
     if control.intervention.get("kind") == OTHER_TEXT:
       before = theirs._replace(intervention=dict(control.intervention))
+      # Another text has another level, so the parent is measured there too.
       name = of_parent(control.name)
       conditions.append(evaluator.condition(name, "control", before, control.cost))
     conditions.append(evaluator.condition(control.name, "control", call, control.cost))
@@ -456,6 +458,7 @@ def _check_accounts(
   names = {PRIMARY, *(control.name for control in allowed)}
   for account in accounts:
     rows = account.predictions.values()
+    # A fate is about the same observable as a direction, and needs the same margin.
     asked = {bare(name) for row in rows for name in row}
     if unknown := sorted(asked - {*margins}):
       raise RefusedQuestionError(
@@ -493,6 +496,8 @@ def _probes(
   conditions = []
   needing = demands if checkers.needs_probe(config.checker) else ()
   for demand in needing:
+    # A new control is checked by what it tells apart, and what was unsafe is not put
+    # back to be run.
     if checkers.retests(demand) or demand.response == Response.REJECT:
       continue
     parts = answering(demand, proposal.declared, own, parent.full_call, evaluator)

@@ -54,6 +54,8 @@ def of(
     )
     if _bare(rival.intervention) not in theirs
     and not (
+      # A task judges its own kinds alone; a program that changes nothing is found out
+      # when it is built.
       rival.intervention["kind"] != PROGRAM
       and task.refuses(rival.intervention, own, parent)
     )

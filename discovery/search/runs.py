@@ -177,6 +177,7 @@ def read_options(folder: pathlib.Path) -> RunOptions:
 def is_closed(folder: pathlib.Path) -> bool:
   """Returns whether a run has ended; a torn last line does not count."""
   path = folder / "log.jsonl"
+  # Its last line alone, where checking the whole chain would read every event.
   lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
   if not lines:
     return False

@@ -61,6 +61,7 @@ class Scopes:
       return
     for name in moved(self._margins, values, others):
       known = self._sets.setdefault(name, [])
+      # Only the smallest sets are kept: one that contains another tells nothing more.
       if not any(each <= parts for each in known):
         known[:] = [each for each in known if not parts <= each] + [parts]
 

@@ -245,6 +245,8 @@ class Search:
     return Selection(address, parent, open_, demands, why)
 
   def _ask(self, selection: Selection) -> Proposal:
+    # With leading zeros, so that files sort as the proposals came; the report reads
+    # them in that order.
     key = f"{self._proposals:05d}-{selection.parent.id[:12]}"
     context = self.context(selection, self._config.evidence)
     proposal = answer(self._store, key, lambda: self._proposer.propose(context))
@@ -267,6 +269,7 @@ class Search:
     still = copy.copy(self)
     still.ledger = copy.deepcopy(self.ledger)
     still.ledger.release()
+    # Reservations of the round are given up, so that exactly these calls are left.
     still.ledger.budget = still.ledger.spent + calls
     still._records, still._resolved = dict(self._records), dict(self._resolved)
     still._registered = set(self._registered)
@@ -368,6 +371,8 @@ class Search:
     except registration.RefusedQuestionError as error:
       return ("question", str(error)), None
     packet = attempt.packet
+    # A packet is new by one condition, such as a new control of an edit that ran
+    # before.
     is_old = all(self.ledger.ran(c.exec_id) for c in packet.conditions)
     if is_old or packet.hash in self._registered:
       return ("duplicate", "everything in it ran before"), None
@@ -415,6 +420,8 @@ class Search:
     """Runs all primaries; where they succeed, the other conditions in two stages."""
     self._run_conditions(attempts, "primary")
     alive = [a for a in attempts if a.outcome.status == Status.OK]
+    # Our controls come last: they run only for a gain that the focal account may still
+    # claim when the others have run.
     for stage in registration.LATER:
       if self._config.sequential:
         for attempt in alive:
@@ -544,6 +551,7 @@ class Search:
       parts=outcome.parts,
       control_of=packet.program if condition else "",
     )
+    # Before any event names it: the held-out scorer reads the source once a mark does.
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
     is_retained = is_accepted and self.programs.retain(record)
@@ -554,6 +562,7 @@ class Search:
     self._remember_step(record, label)
     opened = self._measure_residuals(record)
     if before and self.programs.best.id != before:
+      # The packet of this program becomes an experiment only at the end of its round.
       self._improved = len(self.history.experiments) + 1
     self.history.emit(
       "program",
@@ -606,6 +615,7 @@ class Search:
     if finding.verdict != verdict.Verdict.UNRESOLVED:
       steps = (packet.conditions[0].exec_id, attempt.parent.exec_id)
       self._resolved[(*steps, packet.residual.observable)] = str(finding.verdict)
+    # After what is kept of the true finding, so that the placebo draws from true ones.
     if self._config.shuffled_verdicts:
       where = (self._config.seed, len(self._findings), "shuffled")
       finding = identity.pick(self._findings, *where)

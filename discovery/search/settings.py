@@ -46,6 +46,8 @@ class SearchConfig:
   """
 
   seed: int = 0
+  # These calls and the marks after every 20 are those of the paper's matched-budget
+  # study.
   budget: int = 240
   evidence: Evidence = "verdict"
   policy: Policy = "minimal"
