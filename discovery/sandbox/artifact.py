@@ -140,6 +140,8 @@ def rebuilt(
           f"{module.constant_bytes} bytes of constants, at most {MAX_CONSTANT_BYTES}."
         )
       read = exported.module_kept_var_idx
+      # An export drops arguments that the program does not read, and says which it
+      # kept.
       _check_avals("module", "arguments", module.arguments, [wanted[i] for i in read])
       closed = jax.make_jaxpr(lambda *x: module.main(*(x[i] for i in read)))(*wanted)
   except RefusedError as error:
@@ -184,10 +186,14 @@ def _gated(data: bytes, spec: Mapping[str, Any], sizes: Sizes) -> str:
   with tracing_scope():
     if spec["batched"]:
       try:
+        # Any number of rows would do: this only tells whether JAX has a rule for each
+        # operation.
         jax.eval_shape(_over_rows(function, spec), *_leaves(spec, sizes, 2))
       except NotImplementedError as error:
         raise RefusedError(f"{spec['name']}: cannot be batched: {error}") from error
     leaves = _leaves(spec, sizes)
+    # With arguments that it does not read, so that the identity has the whole
+    # signature.
     lowered = jax.jit(function, keep_unused=True).lower(*leaves)
     try:
       _check_work(jax.make_jaxpr(function)(*leaves), lowered)

@@ -126,6 +126,7 @@ def status_of(error: BaseException) -> tuple[Status, str]:
       return Status.CONTRACT, detail
     if isinstance(cause, FloatingPointError):
       return Status.NOT_FINITE, detail
+    # A refusal of ours may quote these words without any lack of memory.
     is_foreign = not isinstance(cause, Refusal)
     has_sign = is_foreign and any(sign in str(cause) for sign in MEMORY_SIGNS)
     if isinstance(cause, MemoryError) or has_sign:

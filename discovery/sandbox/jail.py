@@ -31,6 +31,7 @@ Each count wakes the process that watches, also beside a worker that waits for i
 call. What starts threads until it is counted is bounded by its address space.
 """
 
+# Numbers of the kernel: flags, options and system calls of Linux on x86-64.
 _CLONE = {
   "user": 0x10000000,
   "mount": 0x00020000,
@@ -43,6 +44,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _MS_REC_PRIVATE, _MS_NOSUID_NODEV = 0x4000 | 0x40000, 0x2 | 0x4
 _READ_FILE, _READ_DIR, _EXECUTE = 1 << 2, 1 << 3, 1 << 0
+# A rule for a file may have only these; the kernel refuses rights of folders in it.
 _FILE_RIGHTS = _EXECUTE | 1 << 1 | _READ_FILE | 1 << 14 | 1 << 15
 _SYSCALLS = {
   # Files: only ordinary ones in the scratch folder; no links, owners, modes or times.
@@ -129,16 +131,20 @@ def die_with_parent() -> None:
 
 def enter_namespaces() -> None:
   """Creates user, mount, pid, network, IPC and host-name namespaces for later forks."""
+  # Read before the namespace changes them: outside of a mapping they are those of
+  # nobody.
   uid, gid = os.geteuid(), os.getegid()
   # The flags are distinct bits, so their sum is their union.
   _call("namespaces", _libc.unshare(sum(_CLONE.values())))
   for name, text in (
+    # First, because without it the kernel lets no ordinary user write a map of groups.
     ("setgroups", "deny"),
     ("uid_map", f"65534 {uid} 1"),
     ("gid_map", f"65534 {gid} 1"),
   ):
     with open(f"/proc/self/{name}", "w") as file:
       file.write(text)
+  # Otherwise what is mounted later could show outside as well.
   result = _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None)
   _call("private mounts", result)
 
@@ -155,6 +161,7 @@ class _Ruleset(ctypes.Structure):
 
 
 class _PathRule(ctypes.Structure):
+  # The kernel declares this structure packed.
   _pack_ = 1
   _fields_ = [("access", ctypes.c_uint64), ("fd", ctypes.c_int32)]
 
@@ -178,6 +185,9 @@ def restrict_files(
   version = landlock_version()
   if version < 1:
     raise JailError("jail: this kernel has no Landlock; use a newer one or level off.")
+  # A kernel refuses what its version does not know: moving files between folders came
+  # with 2, truncating with 3, TCP with 4, control of devices with 5, and scopes of
+  # signals and sockets with 6.
   rights = (1 << 13) - 1
   rights |= (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
   rights |= 1 << 15 if version >= 5 else 0
@@ -197,6 +207,7 @@ def restrict_files(
     result = _libc.syscall(_LANDLOCK_ADD, fd, 1, ctypes.byref(rule), 0) if access else 0
     _call(f"landlock rule for {path}", result)
     os.close(handle)
+  # Without it, only root may restrict itself.
   _call("no_new_privs", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
   _call("landlock", _libc.syscall(_LANDLOCK_RESTRICT, fd, 0))
   os.close(fd)
@@ -211,8 +222,13 @@ def restrict_syscalls() -> None:
       "level off for trusted programs."
     )
   step = lambda code, yes, no, value: struct.pack("HBBI", code, yes, no, value)
+  # Opcodes of classic BPF: load a word, three conditional jumps, return. A jump counts
+  # the steps that it leaves out.
   load, equal, at_least, is_set, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+  # EPERM, ENOSYS, allow, and kill the process.
   deny, missing, allow, kill = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
+  # The architecture first, since numbers mean other calls elsewhere: 0xC000003E is
+  # x86-64. From 0x40000000 on they are those of x32, a second table of the same kernel.
   program = [
     step(load, 0, 0, 4),
     step(equal, 1, 0, 0xC000003E),
@@ -227,6 +243,8 @@ def restrict_syscalls() -> None:
   for number, place, values in (*_ARGUMENTS.values(), (_TGKILL, 0, (os.getpid(),))):
     program += [
       step(equal, 0, 2 * len(values) + 2, number),
+      # The lower half of an argument; the number of the call is no longer loaded after
+      # it, so every list ends by denying.
       step(load, 0, 0, 16 + 8 * place),
     ]
     for value in values:
@@ -235,6 +253,7 @@ def restrict_syscalls() -> None:
   # glibc falls back from clone3 to clone, whose flags a filter can read.
   program += [step(equal, 0, 1, _CLONE3_SYSCALL), step(leave, 0, 0, missing)]
   program += [
+    # Threads may be started, processes not. Any other call ends at the last step.
     step(equal, 0, 3, _CLONE_SYSCALL),
     step(load, 0, 0, 16),
     step(is_set, 0, 1, _CLONE_THREAD),
@@ -254,6 +273,8 @@ def restrict_syscalls() -> None:
 
 def drop_capabilities() -> None:
   """Drops the capabilities of root, or of the first process in a user namespace."""
+  # Version 3 of the interface, for this process; the three sets in two words each are
+  # zero.
   header = (ctypes.c_uint32 * 2)(0x20080522, 0)
   _call("capset", _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()))
 
@@ -342,10 +363,13 @@ def lock(
   """
   limited = False
   if level == "strict":
+    # Both before the walls that would deny them.
     limited = limit_threads()
     mount_scratch(scratch)
   os.chdir(scratch)
   set_limits(limits)
+  # The filter of calls comes last, because it allows neither those of Landlock nor
+  # `capset`.
   version = restrict_files(readable, [scratch, "/dev/null", *writable], listable)
   drop_capabilities()
   restrict_syscalls()
@@ -383,6 +407,7 @@ def fork_into_jail(level: str) -> None:
         signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
     os._exit(os.WEXITSTATUS(status))
+  # A child does not inherit this setting of its parent.
   die_with_parent()
 
 
@@ -395,6 +420,7 @@ def _watch(child: int) -> int:
   handle = os.pidfd_open(child)
   while not select.select([handle], [], [], WATCH_SECONDS)[0]:
     with open(f"/proc/{child}/stat") as file:
+      # Field 20, num_threads; field 2 is a name in brackets that may hold anything.
       threads = int(file.read().rpartition(")")[2].split()[17])
     if threads > THREADS:
       os.kill(child, signal.SIGKILL)

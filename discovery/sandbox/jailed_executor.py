@@ -208,6 +208,7 @@ class JailedExecutor:
 
   def run(self, calls: Sequence[Call], on_done: OnDone) -> None:
     """See `Executor.run`; calls go to the next free worker."""
+    # In reverse, because `pop` takes from the end.
     lock, waiting = threading.Lock(), list(enumerate(calls))[::-1]
 
     def drain(worker: EvaluatorWorker) -> None:

@@ -53,6 +53,7 @@ class Meter:
 
   def _listen(self, event: str, duration: float, **about: Any) -> None:
     del duration, about
+    # What a thread compiles while it measures nothing is charged to no part.
     if not self._now.open:
       return
     now = self._clock()

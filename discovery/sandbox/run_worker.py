@@ -151,6 +151,7 @@ def main() -> None:
   config = json.loads(sys.argv[1])
   sys.path[:0] = config["path"]
   frames = _load("frames")
+  # Replies go to a private copy of stdout, so printed text cannot mix with them.
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   features = _enter(config)
@@ -173,6 +174,7 @@ def main() -> None:
       if request["kind"] != "gate":
         # What the task itself takes to open is no part of the first call.
         phase.open()
+      # A call has what its earlier phases left of its time; a gate has a whole call's.
       _limit_call(request.get("cpu_seconds", most))
       if request["kind"] == "gate":
         result = phase.gate(request, blobs)
@@ -186,6 +188,7 @@ def main() -> None:
         # A model may be told why: no class of ours is a reason.
         status, detail = Status.REFUSED, str(error)[:1000]
       answer = {"status": status, "detail": detail}
+    # NaN may pass here: the strict parser of the supervisor gives it its status.
     frames.write(replies, [json.dumps(answer, allow_nan=True).encode(), payload])
     # What comes between two calls is charged to neither.
     _limit_call(float(1 << 20))

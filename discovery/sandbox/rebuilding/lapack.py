@@ -11,6 +11,7 @@ from jaxlib.mlir import ir
 
 from mxjax.discovery.core.task import RefusedError
 
+# As in `einsum`, but that no sum is meant: one letter is one size in a whole call.
 SHAPES = {
   "geqrf": "mn->mn,k",
   "gesdd": "mn->mn,k,mu,vn,",
@@ -41,6 +42,7 @@ def call(
     RefusedError: It is another call, or has other shapes, dtypes or options.
   """
   target = ir.StringAttr(op.attributes["call_target_name"]).value
+  # The whole name, because it selects the native code that is called.
   match = NAME.fullmatch(target)
   if match is None or match.group(2) not in SHAPES:
     raise RefusedError(f"the custom call {target[:60]!r} is not allowed.")
@@ -51,6 +53,7 @@ def call(
   function = jax.ffi.ffi_call(
     target,
     list(results),
+    # JAX's LAPACK kernels take leading axes as a batch.
     vmap_method="broadcast_all",
     input_layouts=[_layout(x, axes) for x, axes in zip(operands, taken, strict=True)],
     output_layouts=[_layout(x, axes) for x, axes in zip(results, given, strict=True)],
@@ -102,6 +105,7 @@ def _check(
     for name, size in zip(names.lower(), shape[first:], strict=False):
       fits &= sizes.setdefault(name, size) == size
     is_integer = names in ("K", "") and place >= len(axes[0])
+    # An unnamed result is the `info` of the routine; pivots are integers as well.
     fits &= array.dtype == (jnp.dtype("int32") if is_integer else dtype)
   if fits:
     fits = _related(routine, options, sizes)

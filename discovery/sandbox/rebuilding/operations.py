@@ -172,6 +172,7 @@ def _fingerprint(region: ir.Region) -> list[Any]:
 
 def _sort_keys(op: ir.Operation, operands: Values, dimension: int) -> int:
   """Returns the number of keys for which `lax.sort` has the comparator of `op`."""
+  # The number of keys is in the comparator alone, so each is lowered and compared.
   for keys in range(1, len(operands) + 1):
     sort = lambda *x, keys=keys: lax.sort(x, dimension=dimension, num_keys=keys)
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -191,6 +192,7 @@ def _constant(at: Attributes, out: Any) -> Any:
   value = ir.DenseElementsAttr(at.raw("value"))
   if value.is_splat:
     return lax.full(out.shape, value.get_splat_value().value, out.dtype)
+  # NumPy reads constants of bfloat16 as objects.
   if out.dtype == jnp.bfloat16 or out.dtype == jnp.float16:
     return np.array(list(ir.DenseFPElementsAttr(value)), out.dtype).reshape(out.shape)
   return np.array(value).astype(out.dtype).reshape(out.shape)
@@ -199,6 +201,8 @@ def _constant(at: Attributes, out: Any) -> Any:
 def _total_order(x: Any) -> Any:
   """Returns integers in the order of floats: -NaN, -inf, ..., -0, 0, ..., inf, NaN."""
   bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+  # As integers, negative floats are in reverse: all bits but the sign are turned
+  # around.
   return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
@@ -344,6 +348,8 @@ def _scatter(at: Attributes, op: Any, operands: Values, inner: Any) -> Any:
   n = stablehlo.ScatterDimensionNumbers(at.raw("scatter_dimension_numbers"))
   *steps, (_, _, last) = _fingerprint(op.regions[0])
   name = steps[0][0] if steps else ""
+  # Either nothing is computed and the update, 1, returned; or one operation on the old
+  # value, 0, and the update, whose result, 2, is returned.
   if [(s[0], s[2]) for s in steps] not in ([], [(name, [0, 1])]) or last != [
     2 if steps else 1
   ]:

@@ -66,6 +66,7 @@ class Rebuilder:
     return self._functions[name].regions[0].blocks[0]
 
   def _size(self, name: str) -> tuple[int, int]:
+    # The mark of a function that is still being counted; one that was has an operation.
     if self._sizes.get(name) == (0, 0):
       raise RefusedError(f"the function {name[:40]!r} calls itself.")
     if name not in self._sizes:
@@ -113,6 +114,7 @@ class Rebuilder:
         return lax.top_k(operands[0], aval(op.results[0]).shape[-1])
       if named in ELEMENTWISE:
         return [ELEMENTWISE[named](*operands)]
+      # A function sees nothing of its caller, but for its operands.
       return self._block(self._entry(callee), operands, {})
     if op.name in ELEMENTWISE:
       result = ELEMENTWISE[op.name](*operands)
