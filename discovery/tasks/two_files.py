@@ -68,6 +68,7 @@ def _aval(dtype: str, shape: Sequence[int]) -> Aval:
     ValueError: There are no arrays of that dtype or shape.
   """
   np.dtype(dtype)
+  # By `type`, because True is an integer to `isinstance`.
   if not all(type(size) is int and size > 0 for size in shape):
     raise ValueError(f"expected a shape of positive integers, got {shape!r}")
   return Aval(dtype, tuple(shape))
@@ -142,6 +143,7 @@ class TwoFiles(Defaults):
     module = importlib.util.module_from_spec(spec)
     try:
       spec.loader.exec_module(module)
+    # The module is the user's and may raise anything; `exit()` raises no Exception.
     except (Exception, SystemExit) as error:
       raise ValueRefusal(
         path,
@@ -247,6 +249,7 @@ class TwoFiles(Defaults):
       }
     )
     offered = {"held_out": self._held_out, "plan": dict(call.plan)}
+    # Only what `evaluate` asks for, so that the shortest one takes the hooks alone.
     options = {key: offered[key] for key in offered if key in self._accepts}
     values = self.module.evaluate(hooks, **options)
     if missing := sorted(set(self.margins) - set(values)):

@@ -223,10 +223,13 @@ class World(Defaults):
       self.margins = {**self.margins} | {f"excess_{s}": EXCESS_MARGIN for s in SITES}
       # No reading is exact enough to say that nothing is left to gain.
       self.floors = {}
+    # The rows are those of every world: a seed draws the truth and not the inputs.
     generator = np.random.default_rng(1234)
     self._inputs = generator.standard_normal((ROWS, WIDTH)).astype(np.float32)
     self._known: dict[str, tuple[np.ndarray, str]] = {}
     basis = [apply(self._inputs).ravel() for _, apply in OPERATIONS.values()]
+    # A hook's change of the rows is decomposed by least squares into amplitudes of the
+    # six operations: the landscape knows a program by these alone.
     self._solve = np.linalg.pinv(np.stack(basis, 1).astype(np.float64))
     self.truth = {site: self._site_truth(site) for site in SITES}
     order = identity.shuffled(SITES, seed, "order")
@@ -357,6 +360,8 @@ class World(Defaults):
     values = self._landscape(done, bool(call.plan["remeasure"]), redrawn)
     values |= self._layers(done)
     shown = sorted(outputs.items())
+    # Drawn from what the hooks return, so that a program reads the same wherever it
+    # runs.
     noise = identity.draw(self._seed, self._transfer, shown, "chaos")
     values["loss"] += CHAOS * (2 * noise - 1)
     if self._luck:
@@ -448,6 +453,7 @@ class World(Defaults):
   ) -> dict[str, float]:
     loss, values = 3.0, {}
     reach: dict[str, float] = {}
+    # In the order of the chain, because each site asks how far the one before it works.
     for site in identity.shuffled(SITES, self._seed, "order"):
       before = self.prerequisite.get(site)
       ready = 1.0 if before is None else reach[before]
@@ -459,21 +465,30 @@ class World(Defaults):
       size = float(np.abs(amplitudes[site]).sum())
       working = min(max(of("mechanism") / FULL, 0.0), 1.0)
       moving = min(max(of("mediator") / FULL, 0.0), 1.0)
+      # A lucky operation lowers the excess like a mechanism, and a part of the loss, on
+      # the visible draw alone: neither a redrawn site nor the held-out world has that.
       if not self._transfer and site not in redrawn:
         lucky = min(max(of("lucky") / FULL, 0.0), 1.0)
         moving = max(moving, min(working + lucky, 1.0))
         working = max(working, self._lucky_share(site) * lucky)
+      # Where capacity is the truth any edit gains by its size; elsewhere the mechanism
+      # does.
       is_capacity = "capacity" in kinds.values()
       strength = min(size / FULL, 1.0) if is_capacity else working
+      # A quarter of the gain comes even before the site before it works.
       gain = self._gain(site) * strength * (0.25 + 0.75 * ready)
       if remeasure and before is not None:
         gain *= 1.15
       loss -= gain
+      # What costs: a harmful operation, size beyond what is free, and a mechanism
+      # reversed.
       loss += 0.1 * min(abs(of("harmful")) / FULL, 2.0)
       cost, free = SIZE_COST[self._luck > 0], SIZE_FREE[self._luck > 0]
       loss += cost * max(size - free, 0.0) ** 2
       loss += 0.05 * max(-of("mechanism") / FULL, 0.0)
       reach[site] = 1.0 if is_capacity and strength > 0.5 else working
+      # Below the threshold until the site before it works, so that questions open in
+      # order. A mediator lowers the excess as a mechanism does, and gains nothing.
       quiet = CLOSED if ready < 0.5 else OPEN
       values[f"excess_{site}"] = quiet * (1.0 - LOWERED * max(working, moving))
     return {"loss": loss, **values}

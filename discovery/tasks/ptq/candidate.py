@@ -94,6 +94,7 @@ class HookRounding(ActivationQuantizer):
     def one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
       block, gram, cross = item
       codes, exponent = self.function(block.T, gram, cross)
+      # Traced code cannot raise: NaN reaches an observable, which the phase refuses.
       is_legal = legal(codes.T, exponent, block)[None]
       return jnp.where(is_legal, decoded(codes.T, exponent), jnp.float32(jnp.nan))
 
@@ -232,6 +233,8 @@ class CandidateProgram(Program):
       transform = self._transform(weight, inputs, transform)
     if plan["balance"] != "off":
       stats = measure_stats(weight, inputs, transform)
+      # Diag(2^u) T: the rows of T are scaled. The statistics before it are in T's
+      # coordinates.
       transform = self._balance(stats)[..., None] * transform
     return Shaping(input_maps.BlockDense(transform.astype(jnp.float32)))
 

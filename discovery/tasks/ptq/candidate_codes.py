@@ -67,6 +67,7 @@ def map_units(function: Function, *items: Any) -> list[np.ndarray]:
   for start in range(0, total, UNITS):
     some = jax.tree.map(lambda a: a[start : start + UNITS], arrays)  # noqa: B023
     count = min(UNITS, total - start)
+    # Zeros will do, because only the first `count` units are run.
     filled = jax.tree.map(lambda a: _filled(a, UNITS, 0), some)
     with spent_on(function):
       results = execution.block_on_cpu(_run_units(function, np.int32(count), filled))
@@ -192,6 +193,7 @@ def legal(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array
   is `[..., n]`.
   """
   own = mxfp4.block_exponent(blocks)
+  # A block with inf or NaN has the exponent 128, which is none of E8M0.
   near = jnp.abs(exponent - jnp.minimum(own, 127)) <= EXPONENT_SLACK
   is_byte = (exponent >= -mxfp4.SCALE_BIAS) & (exponent <= mxfp4.SCALE_BIAS)
   return near & is_byte & (codes <= 15).all(-2)
@@ -235,6 +237,8 @@ def _error_step(
 ) -> dict[str, jax.Array]:
   """Adds a sequence's error moments in the coordinates of a map."""
   del index
+  # Errors as at run time, in float32; moments in float64, as the paper's transform
+  # statistics.
   mapped = input_maps.BlockDense(transform).apply(blocks)
   error = mxfp4.round_blocks(mapped, rules) - mapped
   wide, signal = error.astype(jnp.float64), mapped.astype(jnp.float64)
@@ -255,6 +259,8 @@ def _fisher_stats(
   transform: jax.Array, activation: jax.Array, weight: jax.Array
 ) -> dict[str, jax.Array]:
   """Maps moments weighted by output gradients to the coordinates of a map."""
+  # Activations are mapped by T and weights by T^-T, and so are their moments on both
+  # sides.
   inverse = jnp.linalg.inv(transform)
   return {
     "activation_fisher": transform @ activation @ transform.mT,

@@ -263,6 +263,8 @@ class Passes:
     residual = wide.reshape(-1, rows)
     maps, results = [], []
     for index in reversed(range(blocks)):
+      # What the loss still asks of this block, given the errors of those rounded before
+      # it.
       goal = execution.block_on_cpu(
         nearest_plane.target(factor, residual, jnp.int32(index))
       )
@@ -276,15 +278,20 @@ class Passes:
       chosen = jnp.asarray(state[0, 0].astype(np.float32).astype(np.float64))
       upper, inverse = execution.block_on_cpu(_plane(goal.factor, chosen))
       exact = execution.block_on_cpu(_in_map(inverse, target))
+      # Its codes are chosen in the coordinates of the map, where R is upper again by a
+      # QR.
       codes, exponent = encoded(encode, exact[None], upper[None])
       codes, exponent = codes[0], exponent[0]
       value, is_legal = execution.block_on_cpu(checked(codes, exponent, exact))
       require_legal(is_legal)
+      # Its error in native coordinates takes the place of its weights, which the blocks
+      # before it then make good.
       native = execution.block_on_cpu(_native(chosen, value))
       start = index * size
       residual = residual.at[start : start + size].set(wide[index] - native)
       maps.append(chosen)
       results.append(gptq.Reconstruction(codes, exponent, value))
+    # They were visited from the last to the first.
     together = lambda *leaves: jnp.stack(leaves[::-1])
     return Reached(together(*maps), jax.tree.map(together, *results))
 
@@ -308,6 +315,8 @@ class _LinearStep:
     del rules
     inputs = blocks.reshape(-1, blocks.shape[-1])
     if weights is not None:
+      # By the root, so that a product of inputs, such as the Hessian's, has the weight
+      # once.
       inputs = inputs * jnp.sqrt(weights[index])[None]
     return carry + self.function(inputs, index.astype(jnp.int32), step, state)[0]
 
@@ -365,6 +374,7 @@ def _of_linear(blocks: int, input_map: Any) -> jax.Array:
   maps = np.eye(mxfp4.BLOCK_SIZE)[None].repeat(blocks, 0)
   if input_map is not None:
     maps = np.asarray(input_map.matrix)
+  # Axes: matrix, block and coordinate of the row, block and coordinate of the column.
   tiles = np.zeros((2, blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE), np.float32)
   for index, each in enumerate(maps):
     tiles[0, index, :, index] = each

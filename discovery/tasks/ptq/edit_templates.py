@@ -91,6 +91,8 @@ def _experiment(
   )
   accounts = _accounts(observable, "neighbour", statement)
   match hook:
+    # Told nothing of a block, it is compared with another map instead of other
+    # statistics.
     case "transform" if "stats[" not in code:
       return _accounts(observable, "rotation", statement), (ROTATION, *HALVES)
     case "encode_weight":

@@ -6,6 +6,8 @@ from typing import Any
 from mxjax.discovery.core.interface import Aval, Hook, Interface
 from mxjax.discovery.tasks.ptq.options import PROXY_BLOCKS
 
+# Statistics and what is solved from them are float64, as the paper's transform
+# statistics; what an encoder sees is float32.
 MATRIX = Aval("float64", (32, 32))
 TABLE = Aval("float32", (32, 32))
 BLOCK = Aval("float32", (32,))

@@ -130,6 +130,7 @@ def calibrated(
   with steps.step():
     known = references.measured(task.options, operands, rounding, name)
   margins = {
+    # The bound gives a margin to what is 0 on the initial program as well.
     name: OPERATOR_SHARE * max(abs(value), 1e-4)
     for name, value in initial.items()
     if name not in errors and not name.startswith("layer_")
@@ -199,6 +200,7 @@ def _noise(
     samples["kl"] = divergences[0]
     chaos["kl"] = deviation([each.mean() for each in divergences])
   if options.objective == "fit3":
+    # The damage of Eq. fit3, PPL_q / PPL_16 - 1, window by window: the losses are logs.
     samples["fit3"] = np.expm1(excess)
     chaos["fit3"] = chaos["log_ppl"]
   errors = {

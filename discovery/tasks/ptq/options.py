@@ -198,8 +198,10 @@ class PtqOptions:
     if is_other:
       assert self.other_windows is not None
       shape = self.other_windows
+    # The seed draws calibration windows; what is scored is the same for all seeds.
     seed = self.seed if is_fit else 0
     if self.is_random:
+      # Two streams, so that a random model is not scored on its calibration tokens.
       generator = np.random.default_rng([seed, not is_fit])
       drawn = (shape[0] * (2 if phase == "second" else 3 if is_other else 1), shape[1])
       ids = generator.integers(0, VOCABULARY, drawn).astype(np.int32)

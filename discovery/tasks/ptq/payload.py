@@ -152,6 +152,8 @@ def digests(operands: Operands) -> dict[str, str]:
   contents = [(key, identity.digest(value.tobytes())) for key, value in arrays]
   return {
     hook: identity.digest(
+      # A key is layer/block/leaf/field, so a part may be the name of a leaf or of a
+      # field.
       [[key, content] for key, content in contents if set(key.split("/")) & set(parts)]
     )[:16]
     for hook, parts in DECIDED.items()

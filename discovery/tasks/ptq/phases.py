@@ -28,6 +28,7 @@ from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run.quantize import run
 
+# The paper's definition of a contaminated block.
 OUTLIER_RATIO = 32
 """A block is contaminated if its largest magnitude over its median exceeds this."""
 
@@ -140,6 +141,7 @@ def operator_errors(
     size = jnp.square(exact).sum()
     share = lambda y, exact=exact, size=size: jnp.square(y - exact).sum() / size
     magnitudes = jnp.sort(jnp.abs(mapped), axis=1)
+    # Of 32 sorted magnitudes, the mean of the two in the middle.
     median = 0.5 * (magnitudes[:, 15] + magnitudes[:, 16])
     is_outlier = magnitudes[:, -1] > OUTLIER_RATIO * median
     errors[path] = {
@@ -285,6 +287,7 @@ class Measure:
         exact = float_params[name][block][linear]["weight"]
         leaves[path], maps[path] = leaf, leaf.input_map
         folded[path] = execution.block_on_cpu(fold_weight(exact, leaf.input_map))
+      # Onwards by the float layer, so that the errors of a layer are its own.
       hidden, inputs = execution.block_on_cpu(
         _mapped(model, float_params[name], maps, hidden)
       )

@@ -61,6 +61,7 @@ class Proxy:
         weight = weight[_spread(weight.shape[0], ROWS)]
         places = _spread(weight.shape[1] // mxfp4.BLOCK_SIZE, PROXY_BLOCKS)
         each = jax.vmap(mxfp4.to_blocks)(taps[tap].astype(jnp.float32))[:, places]
+        # Blocks of the chosen places by sequence: the first three quarters are told.
         told = 3 * len(each) // 4
         measured = jnp.concatenate([*each[told:]], axis=-1)
         inputs = LinearInputs([each[:told]])

@@ -290,6 +290,7 @@ class PtqTask(Defaults):
     others: dict[str, Any] = {
       f"{name}{end}": None for name in OTHERS for end in ("", "_layers")
     }
+    # Controls run on the visible model only, so the others need no other text.
     others["holdout_windows"] = others["other_windows"] = None
     if which == "holdout":
       others["windows"] = options["holdout_windows"] or options["windows"]

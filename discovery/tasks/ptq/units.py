@@ -52,6 +52,7 @@ def of_call(options: PtqOptions, plan: Mapping[str, Any]) -> dict[str, int]:
   cells = layers * sum(shape.rows * shape.blocks for shape in shapes)
   sequences, length = options.calibration
   passes, linear_passes = plan["passes"], plan["linear_passes"]
+  # Operator errors run the encoder on the first window once more.
   window = options.windows[1]
   scored = options.tokens_scored["primary"] + window
   if options.objective != "log_ppl":
@@ -65,6 +66,7 @@ def of_call(options: PtqOptions, plan: Mapping[str, Any]) -> dict[str, int]:
   sorted_ = [n for part, n in channels.items() if plan["arrange"] in (part, "both")]
   return {
     "arrange": layers * sum(sorted_),
+    # A measurement sees tiles: 32 tokens, or 32 rows, of a block at once.
     "measure_inputs": blocks * (sequences * length // BLOCK_SIZE) * passes,
     "measure_weights": cells // BLOCK_SIZE * passes,
     "solve": blocks * passes,

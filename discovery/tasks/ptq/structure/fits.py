@@ -53,6 +53,7 @@ class HookAttentionFit(AttentionFit):
 
   def measure(self, moments: Any, sample: Sample) -> Any:
     """See `RecoveryFit.measure`; a unit sees one head of one sequence."""
+    # From tokens by heads to heads by tokens: a head is a unit.
     of_heads = lambda taps: taps["value"][0].swapaxes(0, 1).astype(jnp.float32)
     values = of_heads(sample.taps), of_heads(sample.float_taps)
     return moments + self.sum_(*values, sample.index.astype(jnp.int32))[0]
@@ -94,6 +95,7 @@ class HookMlpFit(MlpFit):
       add_bias(linear(taps["gate_up_input"], params["weight"]), params.get("bias"))
       for params in (float_mlp["gate_proj"], float_mlp["up_proj"])
     ]
+    # The hook takes hidden coordinates by tokens.
     arrays = [a[0].T.astype(jnp.float32) for a in (taps["gate"], taps["up"], *targets)]
     down = float_mlp["down_proj"]["weight"].astype(jnp.float32)
     return moments + self.sum_(*arrays, down, sample.index.astype(jnp.int32))[0]

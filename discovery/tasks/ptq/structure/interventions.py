@@ -147,6 +147,7 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       behaviour = dataclasses.replace(behaviour, random_map=True)
     case {"kind": "dose", "factor": factor}:
       behaviour = dataclasses.replace(behaviour, dose=float(factor))
+    # It changes what is scored, and nothing of the program.
     case {"kind": "other_text"}:
       pass
     case {"kind": "permute", "part": "mlp" | "values" as part, **rest}:

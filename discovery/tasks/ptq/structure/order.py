@@ -116,6 +116,7 @@ def choose(
         require_finite("arrange", keys)
       else:
         continue
+      # Stable, so that channels with equal keys stay in their order.
       order = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
       orders[Place(layer, block, "order")] = {part: order}
   return orders
@@ -149,6 +150,8 @@ def _arranged_layer(
       f"arrange: expected a permutation of {channels} channels in each of {groups} "
       f"groups of {block}, got an array of shape {order.shape} that is none."
     )
+  # Writers have the channels of all groups in a row. A reader has them once for every
+  # query head of the group, each time in the same order.
   rows = order + channels * np.arange(groups)[:, None]
   heads = np.arange(groups * readers).reshape(groups, readers, 1)
   columns = (order[:, None] + channels * heads).reshape(-1)
