@@ -142,6 +142,7 @@ def stories(folder: pathlib.Path, events: Sequence[Event]) -> list[Story]:
   # A probe is named by a packet before its own, so its label is known only now.
   told = [dataclasses.replace(s, adopted=_adopted(folder, s)) for s in told]
   for made in (made for story in told for made in story.made):
+    # What made a program first names it.
     labels.setdefault(made.program[:12], made.label)
   margins = next((e["margins"] for e in events if "margins" in e), {})
   tried = _tried(told, margins)
@@ -155,6 +156,8 @@ def _attributed(events: Sequence[Event]) -> Iterator[Event]:
   for event in events:
     body = event.get("packet")
     if event["event"] == "packet":
+      # The event of a candidate that ran does not name its packet. Candidates are
+      # recorded in the order of their packets, and what was unsafe never is.
       where[event["id"]] = waiting[body["program"], body["parent"]]
       where[event["id"]].append(event["id"])
     elif event["event"] == "rejected" and body in where:

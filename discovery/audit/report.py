@@ -176,7 +176,9 @@ def _used(
   values = {e["program"]: e["value"] for e in events if e["event"] == "program"}
   after: dict[str, tuple[float, float]] = {}
   tokens = dollars = 0.0
+  # The packet of the initial program, which nobody proposed, has no label.
   made = (e for e in events if e["event"] == "refused" or "label" in e)
+  # The last proposal may be stored and not registered yet.
   for event, use in zip(made, usage, strict=False):
     tokens += use.get("input_tokens", 0) + use.get("output_tokens", 0)
     dollars += use.get("micro_dollars", 0) / 1e6

@@ -112,6 +112,8 @@ def owed(events: list[dict[str, Any]]) -> list[str]:
   for event in events:
     if event["event"] == "demand":
       key = event["program"], event["packet"]
+      # The last event of a demand says how it stands; taken out, so that order is by
+      # it.
       standing.pop(key, None)
       if event["status"] in STANDING:
         standing[key] = event

@@ -83,6 +83,8 @@ def verify(
     complaints.append(f"the ledger says {last['ledger']['total']}, not {charged}")
   # Values on the transfer model are in no event.
   fine = [e for e in outcomes if e["status"] == "ok" and e["condition"] != TRANSFER]
+  # A probe may execute hooks of a program that its packet does not name: those of an
+  # intervention that a verdict forbade.
   fine = [e for e in fine if e["kind"] != "probe"]
   lost = absent | {*broken}
   fine = [e for e in fine if not lost & _programs(packets[e["packet"]])]

@@ -61,6 +61,7 @@ def make(task: Task) -> list[Case]:
   apparent = [
     _apparent(task, source, kind, hooks[index % len(hooks)], hooks)
     for round_ in range(HALF // len(APPARENT))
+    # Shifted by three, so that the second round meets other hooks than the first.
     for index, kind in enumerate(APPARENT, start=round_ * 3)
   ]
   rare = [
@@ -103,6 +104,8 @@ def _wrapped(task: Task, source: str, hook: str, act: str, kind: str = "") -> st
   lines = [f"def {hook}({', '.join([first, *names])}):", f"  x = {first}"]
   if kind == "turned and back":
     assert isinstance(array, Aval)
+    # An orthogonal matrix and its transpose cancel but for rounding: the text and the
+    # lowered program differ, the function hardly.
     size = array.shape[0]
     lines.append(
       f"  q = jnp.linalg.qr(jnp.cos(jnp.arange({size * size}.0).reshape({size}, {size}"

@@ -32,6 +32,8 @@ def audit(evaluator: CachedEvaluator, source: str) -> dict[str, Any]:
   champion = evaluator.prepare(source).full_call
   initial = evaluator.prepare(task.interface.default_source()).full_call
   without = [checkers.reverted(champion, initial, members) for _, members in regimes]
+  # The champion with the first n regimes alone: the later ones are as in the initial
+  # program.
   first = [
     checkers.reverted(champion, initial, [m for _, later in regimes[n:] for m in later])
     for n in range(len(regimes))

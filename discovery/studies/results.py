@@ -40,6 +40,7 @@ class Results:
 
   def finals(self, arm: str) -> list[float]:
     """Returns the held-out target at the last mark, by seed."""
+    # By seed in one order for all arms, because differences are paired.
     return [self.shown(self._run(arm, s)["marks"][-1][2]) for s in self.seeds]
 
   def _run(self, arm: str, seed: int) -> dict[str, Any]:

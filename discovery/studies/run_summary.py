@@ -35,6 +35,7 @@ def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
   events = read_events(folder)
   of = lambda name: [e for e in events if e["event"] == name]
   programs, verdicts, checks = of("program"), of("verdict"), of("check")
+  # In reverse, so that the first time counts of a program that was recorded again.
   measured_at = {e["program"]: e["call"] for e in reversed(programs)}
   hidden = {e["call"]: e["value"] for e in heldout.unsealed(folder)}
   successors = _successors(events)

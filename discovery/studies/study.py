@@ -152,6 +152,7 @@ def frozen(options: StudyOptions) -> dict[str, Any]:
     "proposer": proposer.name,
     "versions": {"jax": jax.__version__, "python": platform.python_version()},
   }
+  # As it will be read from its file, so that no tuple differs from a list.
   content = json.loads(json.dumps(content))
   return {**content, "hash": identity.digest(content)}
 
@@ -204,6 +205,7 @@ class Folder:
 
   def _make_executor(self, task: task_.Task) -> JailedExecutor | LocalExecutor:
     other = next(iter(self._executors.values()), None)
+    # Without walls, tasks of one interface share what was traced.
     if isinstance(other, LocalExecutor):
       return other.sibling(task)
     sandbox = self.options.sandbox

@@ -65,6 +65,7 @@ def frozen(plan: Mapping[str, Any]) -> dict[str, Any]:
     "sources": identity.source_digest("mxjax.discovery", "mxjax.evaluation.measures"),
     "versions": {"jax": jax.__version__, "python": platform.python_version()},
   }
+  # As it will be read from its file, so that no tuple differs from a list.
   content = json.loads(json.dumps(content))
   return {**content, "hash": identity.digest(content)}
 
@@ -321,6 +322,7 @@ class Trial:
 
   def letter(self, condition: str) -> str:
     """Returns the letter that stands for a condition, so that its answers are blind."""
+    # By the hash of the plan, so that all processes of a trial use the same letters.
     names = identity.shuffled(CONDITIONS, self.plan["hash"], "letters")
     return "abcd"[names.index(condition)]
 

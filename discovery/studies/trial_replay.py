@@ -269,6 +269,7 @@ def shuffled(
   demand: Demand, others: Sequence[Demand], seed: int, target: str
 ) -> Demand:
   """Returns the demand of another verdict about the same edit; see the module."""
+  # One that asks for the same would be no other demand.
   known = [d for d in others if d.response != demand.response]
   residual: Residual = demand.residual
   if known:
@@ -357,6 +358,7 @@ class Replay:
       part = self.folder / "state.part"
       shutil.rmtree(part, ignore_errors=True)
       shutil.copytree(self.run, part)
+      # Under its name only once it is whole: a copy that was cut short is made again.
       part.rename(state)
     self._state, self._store = Store(state), Store(self.folder)
     # Both read a log; the search opens it anew.
@@ -371,6 +373,7 @@ class Replay:
     """Opens the recorded replies of a condition, and asks for none without a client."""
     file = self.folder / "cassettes" / f"{condition}.jsonl"
     file.parent.mkdir(exist_ok=True)
+    # An empty cassette can be replayed: each of its requests is then without an answer.
     file.touch()
     return Cassette(file, "replay" if self.client is None else "record")
 

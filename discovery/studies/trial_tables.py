@@ -138,6 +138,7 @@ def power(pairs: int, first: float, second: float) -> float:
     for losses in range(pairs - wins + 1):
       if sign_test(wins, losses) <= ALPHA:
         rest = pairs - wins - losses
+        # A trinomial: wins, losses and ties, of which the test uses the first two.
         ways = math.comb(pairs, wins) * math.comb(pairs - wins, losses)
         chance = first**wins * second**losses * (1 - first - second) ** rest
         found += ways * chance

@@ -128,6 +128,7 @@ def _transition(
   verdict: dict[str, Any],
   successor: Callable[[Context, Demand], Successor],
 ) -> Transition:
+  # As many experiments, so that each replayed state draws on its own.
   address = (len(search.history.experiments), 0)
   holder = search.record(search.residuals.holder(packet["parent"], verdict["packet"]))
   selection = search.select(address, holder)
