@@ -62,6 +62,7 @@ def verify(
   (trusted or runs.Trusted()).check(options)
   task = task_.load(options.task)
   sources = sorted((folder / "programs").glob("*.py"))
+  # What was registered: its hash, and that it precedes every outcome.
   complaints = [
     f"packet {key[:12]} does not have its registered hash"
     for key, event in packets.items()
@@ -72,6 +73,7 @@ def verify(
     for event in outcomes
     if event["n"] <= packets[event["packet"]]["n"]
   ]
+  # The programs, by the identities that name them, and what was paid for.
   broken = [path.stem for path in sources if not _is_program(path, task)]
   complaints += [f"{name}.py is not the program of that identity" for name in broken]
   named = {name for event in packets.values() for name in _programs(event)}

@@ -108,6 +108,7 @@ def admit(source: str, interface: Interface) -> CandidateSource:
     raise
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise RejectedError(f"program: does not parse: {error}.") from error
+  # Every node against the list of what is allowed, then the statements of the module.
   for node in ast.walk(tree):
     _check_node(node)
   hooks: dict[str, str] = {}
@@ -289,6 +290,8 @@ def hook_keys(source: str, hooks: Mapping[str, Mapping[str, Any]]) -> dict[str, 
   """
   body = ast.parse(source).body
   used = {name: _names(n) for n in body if (name := _function(n))}
+  # Importing the module runs these for every hook, so what they call may change what
+  # any hook finds.
   shared = {name for n in body if _runs(n) for name in _names(n)}
   shared |= {name for n in body if _runs(n) and (name := _function(n))}
 
@@ -384,11 +387,14 @@ def graft(source: str, donor: str, parts: Iterable[str], interface: Interface) -
   mine = {name: ast.unparse(n) for n in tree.body if (name := _name(n))}
   theirs = {name: n for n in other.body if (name := _name(n)) and name != "PLAN"}
   hooks = [name for name in interface.names if name in chosen]
+  # Everything that the hooks name, directly or through others, comes with them.
   needed: set[str] = set()
   waiting = {name for name in hooks if name in theirs}
   while waiting:
     needed |= waiting
     waiting = {n for one in waiting for n in _names(theirs[one])} & {*theirs} - needed
+  # A helper of the same name and another text would change what the program's own hooks
+  # call.
   taken = {
     name: f"{name}_of_parent"
     for name in needed - {*hooks}
@@ -401,6 +407,7 @@ def graft(source: str, donor: str, parts: Iterable[str], interface: Interface) -
     # Defaults may use the functions of the header, which the program may lack.
     source = with_functions(source, interface.header, replace=False)
   grafted = with_functions(source, "\n".join(added))
+  # Completed with defaults, since the donor may leave a key out.
   plan = admit(donor, interface).plan
   keys = [name for name in interface.plan if name in chosen]
   return with_plan(grafted, {key: plan[key] for key in keys}) if keys else grafted
@@ -428,6 +435,8 @@ def merged(source: str, code: str, plan: Mapping[str, Literal]) -> str:
   """
   tree, new, lines = _parsed(source), _parsed(code), source.splitlines()
   place = {name: n for n in tree.body if (name := _name(n))}
+  # Lines of the source, from start to end, and what takes their place; an empty span
+  # inserts.
   spans: dict[tuple[int, int], str] = {}
   added: list[str] = []
   known = {ast.unparse(n) for n in tree.body}

@@ -108,6 +108,7 @@ class _Connection:
     left, data = max(end - time.monotonic(), 0.001), bytearray()
     # The timeouts of the library begin again with every byte that arrives.
     cutter = threading.Timer(left, self._cut)
+    # A process that ends must not wait for the deadline.
     cutter.daemon = True
     cutter.start()
     more = {"extensions": {"trace": self._opened}, "timeout": left}
@@ -226,6 +227,7 @@ class HttpClient:
       except (httpx.TransportError, httpx.DecodingError) as error:
         reason = _without(f"{type(error).__name__}: {error}".encode(), secrets).decode()
         cause = error
+      # Requests that failed together are tried again apart, and no generator is moved.
       jitter = 0.5 + identity.draw(identity.digest(dict(request)), attempt)
       wait = max(self.pause * 2 ** (attempt - 1) * jitter, _seconds(after))
       if time.monotonic() + wait > end:

@@ -70,6 +70,7 @@ class HumanProposer:
     except RecursionError as error:
       raise ValueError("JSON that is nested too deeply") from error
     if isinstance(values, dict) and isinstance(source := values.get("source"), str):
+      # The name of a file beside it; anything else is the program itself.
       beside = self._folder / source
       if source.endswith(".py") and beside.is_file():
         values["source"] = beside.read_text()

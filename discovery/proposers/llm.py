@@ -337,6 +337,7 @@ class LlmProposer:
         if proposal.finished:
           complaint = ""
           break
+        # A question to the proxy is no repair, so it takes none of the repair turns.
         may_ask = context.asks and asks < ASKS and not context.overspends(usage)
         if answer.ask and may_ask:
           asks += 1

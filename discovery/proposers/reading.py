@@ -59,6 +59,7 @@ def _objects(text: str) -> list[tuple[int, int, dict[str, Any]]]:
   """Returns the outermost JSON objects of a text with their places."""
   # Models break lines inside strings; JSON would have them escaped.
   decoder, found, at = json.JSONDecoder(strict=False), [], 0
+  # Bounded, because every try may read to the end of the text before it fails.
   for _ in range(MAX_OBJECTS):
     if (at := text.find("{", at)) < 0:
       break

@@ -123,6 +123,8 @@ def rebuilt(
   """
   place, wanted = spec["name"], _leaves(spec, sizes)
   exported = load(data, place)
+  # The envelope first, then the module, whose operations are rebuilt under a trace; the
+  # results last.
   if tuple(exported.platforms) != ("cpu",):
     raise RefusedError(f"{place}: lowered for {exported.platforms}, not for cpu.")
   if exported.ordered_effects or exported.unordered_effects:
@@ -244,6 +246,8 @@ class _Callable:
 
   computation: str
   batched: bool
+  # Not compared: as a static argument of `jax.jit` a hook is its computation, which is
+  # then compiled once.
   functions: list[Callable[..., Any]] = dataclasses.field(compare=False)
   spec: Mapping[str, Any] = dataclasses.field(compare=False)
   exported: dict[tuple[str, int, int], jax.export.Exported] = dataclasses.field(

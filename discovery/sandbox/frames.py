@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterable
 from typing import BinaryIO
 
+# An empty part takes eight bytes, so a bound of the length alone allows very many.
 MAX_PARTS = 4096
 _LENGTH = struct.Struct("<Q")
 

@@ -189,6 +189,8 @@ class JailedExecutor:
     except WorkerError as error:
       return Traced(error.status, detail=str(error))
     for name, lowered in gated.items():
+      # The artifact before the entry that names it: a run that is killed between the
+      # two traces the hook again.
       self._store.put_bytes("artifacts", f"{lowered}.unit", hooks[name])
       self._store.put("hooks", keys[name], {"hook": name, "computation": lowered})
     return Traced(Status.OK, computation | gated)

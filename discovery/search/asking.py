@@ -62,6 +62,7 @@ def _rows(mine: Outcome, theirs: Outcome, part: str) -> list[str]:
       for path in sorted(rows)
       if part in path
     ]
+    # NaN where the parent, whose own run may have failed, has no value.
     total = f"{value:.4g} ({theirs.values.get(name, float('nan')):.4g})"
     lines.append(f"  {name} {total}: {', '.join(cells)}")
   return lines

@@ -21,6 +21,7 @@ from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.search import scopes
 
 Checker = Literal["none", "source", "lowered", "probe", "layer_output"]
+# The paper calls its comparison of layer outputs strict, and names no tolerance.
 LAYER_TOLERANCE = 0.05
 """Smallest relative change of every layer's output that `layer_output` accepts."""
 

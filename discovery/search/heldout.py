@@ -50,6 +50,7 @@ def follow(
   try:
     while True:
       events = read_events(folder) if (folder / "log.jsonl").exists() else []
+      # Before the end is looked for: the last marks are logged just ahead of it.
       scored = _score_marks(evaluator, store, folder, events, scored)
       if _is_closed(events) or run not in (None, os.getppid()):
         return

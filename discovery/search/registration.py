@@ -97,6 +97,7 @@ class Selection:
     intervention that is forbidden.
     """
     asking = [d for d in self.demands if not d.forbids]
+    # False sorts first, and equals stay in their order, the oldest first.
     asking.sort(key=lambda d: d.residual.observable != proposal.residual)
     return (*asking[:1], *(d for d in self.demands if d.forbids))
 
@@ -260,6 +261,7 @@ def freeze(
     question = _question(selection, proposal, prepared, policy, config.seed, evaluator)
     asks, accounts, sources = question
   probes = _probes(selection, proposal, prepared, demands, config, evaluator, ledger)
+  # The largest form of the packet that the budget allows.
   attempt, whole = None, 0
   for has_question, has_demands in FALLBACKS:
     packet = dataclasses.replace(
@@ -289,6 +291,7 @@ def freeze(
     whole = whole or charges.total()
     if ledger.fits(charges):
       break
+  # The last form is the candidate alone, for which the search had a call left.
   assert attempt is not None
   attempt.sources = sources
   attempt.due = selection.due if config.checker != "none" else None
@@ -396,6 +399,8 @@ def _question(
     chosen = controls.select(policy, proposal.explanations, proposal.controls, *address)
   except ValueError as error:
     raise RefusedQuestionError(str(error)) from error
+  # Controls were selected for the proposer's accounts alone, as in Eq.
+  # control-compiler; each of ours brings its own, which runs in a later stage.
   accounts, ours = rivals.of(task, proposal, mine, theirs)
   conditions: list[Condition] = []
   sources: dict[str, str] = {}

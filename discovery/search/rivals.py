@@ -98,6 +98,8 @@ def _with_rivals(
     name = PREFIX + rival.name
     says, opposite = ("kept", "lost") if rival.keeps else ("lost", "kept")
     against[name] = {target: opposite}
+    # It agrees about the primary run, so only its own control tells it from the focal
+    # one.
     predictions = {PRIMARY: {target: "down"}, name: {target: says}}
     rivals.append(Explanation(rival.name, rival.statement, predictions, rival=True))
   return (dataclasses.replace(focal, predictions=against), *others, *rivals)

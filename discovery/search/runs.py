@@ -165,6 +165,7 @@ def read_options(folder: pathlib.Path) -> RunOptions:
   mend = "read it with the version of mxjax that wrote it"
   with reading.refusing(path, "the options of a run", mend):
     options = RunOptions(**reading.parse_json(reading.read_bytes(path), dict[str, Any]))
+    # Builds the configuration, so that a field that is not known is refused here.
     options.search.to_dict()
     for name in ("task", "config", "proposer"):
       if not isinstance(getattr(options, name), dict):

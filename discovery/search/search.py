@@ -315,6 +315,7 @@ class Search:
   def _lineage(self) -> tuple[Step, ...]:
     """Returns the way from the initial program to the champion."""
     way, program = [], self.programs.best.id
+    # A program may be proposed again by its own descendant: its way would be a circle.
     while program in self._steps and program not in {step.program for step in way}:
       way.append(self._steps[program])
       program = self._records[program].parent

@@ -98,6 +98,8 @@ def _successors(events: Sequence[Event]) -> list[bool]:
     )
     # An arm that compiles no verdict owes nothing, and has the usual program.
     holder = owed.get(event["packet"], usual)
+    # The first packet after the verdict that revises the program which owes the
+    # response.
     for successor in packets.values():
       later = successor["n"] > event["n"] and successor["id"] in outputs
       if later and successor["packet"]["parent"] == holder:

@@ -323,6 +323,7 @@ def conduct(
     "landmarks": {str(seed): folder.landmarks(seed) for seed in seeds},
     "runs": {arm: {} for arm in study.arms},
   }
+  # Seed by seed, so that what a study has so far are whole pairs.
   for seed in seeds:
     for arm in study.arms:
       summary = results["runs"][arm][str(seed)] = folder.run(arm, seed)

@@ -19,6 +19,7 @@ PAPER: Mapping[str, Rows] = json.loads(
 
 Paper: Section "Discovery results" and its appendix.
 """
+# Columns of the paper's table of values over the budget.
 CALLS = (40, 80, 120, 160, 200, 240)
 
 

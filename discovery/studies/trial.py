@@ -273,6 +273,8 @@ class Trial:
       if not (folder / "run.json").exists():
         (self.path / "cassettes").mkdir(exist_ok=True)
         runs.write_options(folder, options)
+      # The options are made of the plan, which whoever opens a trial of others has
+      # checked.
       own = runs.Trusted.own(options)
       show = lambda event: self._show(name, event)
       if closing:
@@ -445,6 +447,7 @@ def pack(trial: Trial, file: pathlib.Path, places: Mapping[str, str]) -> None:
         data = data.replace(place.encode(), name.encode())
       if data != path.read_bytes():
         data = digested(path, data)
+      # A new entry, which has neither the time nor the owner of the file.
       info = tarfile.TarInfo(str(path.relative_to(trial.path)))
       info.size = len(data)
       archive.addfile(info, io.BytesIO(data))

@@ -241,6 +241,7 @@ def _conditions(recorded: Recorded) -> Table:
 
     return shown
 
+  # In units of the margin of its own task, so that several tasks can be averaged.
   def scaled(key: str) -> Callable[[dict[str, Any], float], float | None]:
     return lambda row, margin: (
       None if row["refused"] or row.get(key) is None else row[key] / margin

@@ -225,6 +225,8 @@ def _dot(at: Attributes, out: Any, a: Any, b: Any) -> Any:
     b,
     (tuple(map(tuple, contracting)), tuple(map(tuple, batching))),
     precision=tuple(lax.Precision[p] for p in precision) or None,
+    # What products are added up in, such as int32 for int8, is said by the result
+    # alone.
     preferred_element_type=out.dtype,
   )
 

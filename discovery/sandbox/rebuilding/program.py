@@ -101,6 +101,8 @@ class Rebuilder:
       results = self._apply(op, operands, known)
       for value, result in zip(op.results, results, strict=True):
         out = aval(value)
+        # Where JAX infers another type, as by promotion, it would not compute what was
+        # declared.
         if (result.shape, result.dtype) != (out.shape, out.dtype):
           raise RefusedError(f"{op.name} with operands of mixed types.")
         known[value] = result

@@ -147,6 +147,8 @@ class CandidateProgram(Program):
     self._paths = iter(paths)
     self._now = self._behaviour(0, "self_attn")
     recover: list[RecoveryFit] = []
+    # Of any layer: a control that shuffles is the same in all, and recoveries are not
+    # divided.
     told = lambda hook: hook in self._now.shuffled
     if call.plan["attention"]:
       sum_ = artifacts.batched(call.computation["measure_value"])
@@ -301,6 +303,7 @@ class CandidateProgram(Program):
     hook = self._now.hooks["encode_weight"]
     if hook == self._defaults["encode_weight"]:
       return gptq.round_to_nearest(weight, inputs.rules)
+    # No curvature: every block is encoded by itself.
     identity = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (len(weight), 32, 32))
     codes, exponent = encoded(self._artifacts.batched(hook), weight, identity)
     value, is_legal = execution.block_on_cpu(checked(codes, exponent, weight))

@@ -148,6 +148,8 @@ def encoded(
   `known` has, if given, are not encoded again.
   """
   count, size, columns = blocks.shape
+  # Rows of a block, `[blocks, n, 32]`, filled up and cut into units of `ROWS`; the
+  # tables of a block go with each of its units.
   rows = _filled(np.asarray(blocks).swapaxes(1, 2), ROWS, 1)
   each = rows.shape[1] // ROWS
   told = [np.repeat(np.asarray(table), each, axis=0) for table in tables]

@@ -194,6 +194,8 @@ class Measure:
     errors, rounded = self._operator_errors(params, exact)
     first, end = self._module_layers or (0, model.num_layers)
     modules = {model.layer_name(index) for index in range(first, end)}
+    # Over all linears; where a part of them is named, over the layers of
+    # `module_layers`.
     mean = lambda key, part="": float(
       np.mean(
         [
