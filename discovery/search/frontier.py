@@ -17,6 +17,7 @@ from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.history import History
 from mxjax.errors import ValueRefusal
 
+# The paper leaves the choice of parents open.
 CHAMPION_SHARE = 0.75
 """Share of the rounds without a demand in which the champion is revised."""
 TRANSFER = "transfer"
@@ -91,6 +92,7 @@ class ExecutableFrontier:
     ]
     found: dict[str, tuple[Record, str]] = {}
     for record, reason in ordered:
+      # A program that is listed twice has its first place and reason.
       found.setdefault(record.id, (record, reason))
     return list(found.values())
 
@@ -116,6 +118,8 @@ class ExecutableFrontier:
 
     def descends(record: Record) -> bool:
       seen, program = set(), record.id
+      # A program may be proposed again by its own descendant, so parents may form a
+      # circle.
       while program and program not in seen:
         if program in roots:
           return True
@@ -187,6 +191,7 @@ class Transfer:
     """
     if not is_gain:
       return None
+    # The packets of the round have run: what they did not need may pay for this call.
     ledger.release()
     accepted = False
     if min(ledger.left, ledger.left_for("candidate")) > 0:
@@ -391,6 +396,7 @@ class ResidualFrontier:
       return False
     question.status, question.closed_by = status, packet
     if status == "closed":
+      # The lowest at which it was answered: a program with more of it is asked again.
       value = min(self._closed.get(residual.observable, residual.value), residual.value)
       self._closed[residual.observable] = value
     return True

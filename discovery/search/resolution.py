@@ -83,6 +83,7 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   running = registered - attempt.skipped
   allowed = [c for c in attempt.proposal.controls if c.name in running]
   theirs = [account for account in left if not account.rival]
+  # The cheapest controls for the accounts that are left: fewer may do than for all.
   needed = {control.name for control in controls.minimal(theirs, allowed)}
   focal = packet.explanations[0]
   if focal in left and seen.get(PRIMARY, {}).get(task.target) == "down":
@@ -94,6 +95,7 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
       for name in running
       if disagree(focal.predicts(name), account.predicts(name))
     }
+  # With a control that is needed goes the run of the parent under it.
   return frozenset(waiting - needed - {registration.of_parent(name) for name in needed})
 
 
@@ -143,6 +145,7 @@ def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:
   """Tests for the same execution, or for an edit that moves nothing by its margin."""
   if attempt.packet.conditions[0].exec_id == attempt.parent.exec_id:
     return True
+  # Without any symbol, as after a failed run, nothing is known to be the same.
   return bool(seen) and all(s == "same" for s in seen.values())
 
 
@@ -234,10 +237,12 @@ def check(
   if demand.forbids:
     return _kept_out(evaluator, attempt, demand, checker)
   own = attempt.prepared.full_call
+  # Whether the candidate still has the edit that the verdict was about.
   is_same = registration.carries(evaluator, own, demand.intervention)
   if checkers.retests(demand) and is_same and finding is not None:
     if finding.verdict != Verdict.UNRESOLVED and finding.explicit == "control":
       return Check(checker, True, f"a control resolved the question: {finding.reason}")
+  # What the packet registered is checked before what it executes.
   if lacks := checkers.missing(demand, packet, attempt.outcomes, evaluator.task.target):
     if attempt.dropped:
       # What it registered was not run, so it cannot be said to lack anything.
@@ -415,6 +420,8 @@ def demand(
     return
   mine, before = attempt.prepared.full_call, attempt.parent.full_call
   changed = scopes.changed(task.interface, mine, before)
+  # An edit that executes as its parent changes no part: then what is known to move the
+  # question, or else every hook.
   scope = changed or packet.residual.computation or task.interface.names
   controls_ = {c.name: c.call for c in packet.conditions if c.kind == "control"}
   required = Demand(
@@ -436,6 +443,8 @@ def demand(
     about=_about(finding.response, packet.residual.observable, task.target),
     program=packet.program,
   )
+  # What is forbidden is about the edit itself; what is asked for goes on from the best
+  # version of it.
   is_taken_back = finding.response in FORBIDDING
   holders = holders_of(
     finding.response,
