@@ -145,8 +145,11 @@ class Worker:
       WorkerError: It did not start; the message holds the end of its error output.
     """
     self._limits = limits
+    # A file, because a pipe that nobody reads would fill up and stop the worker.
     self._errors = tempfile.TemporaryFile()
     self._process = subprocess.Popen(
+      # Isolated, so that neither the environment nor the current folder decides what is
+      # imported.
       [sys.executable, "-I", "-B", str(HERE / script), json.dumps(argument)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
@@ -157,6 +160,7 @@ class Worker:
       start_new_session=True,
     )
     assert self._process.stdin is not None
+    # A worker that does not read must not stall this side beyond its deadline.
     os.set_blocking(self._process.stdin.fileno(), False)
     self._begun = time.monotonic()
     self._cpu_seconds = limits.call_cpu_seconds
@@ -307,6 +311,7 @@ class Tracer:
       "scratch": tempfile.gettempdir(),
       **job,
     }
+    # The trace worker ends a trace at its limit itself; the rest is for one that hangs.
     seconds = self._limits.seconds + 30
     if self._worker is not None and not self._worker.is_alive:
       self.close()
@@ -495,6 +500,7 @@ class RunWorker:
       WorkerError: The call failed.
     """
     self._start()
+    # After the start, which forgets what an earlier worker was sent.
     fresh = {key: art for key, art in artifacts.items() if key not in self._sent}
     request = {
       "kind": "run",

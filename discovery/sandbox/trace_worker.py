@@ -37,12 +37,14 @@ def _load(name: str) -> Any:
 def _child(job: dict[str, Any], result: int, output: int, scratch: str) -> None:
   """Becomes the jailed process of one source; never returns."""
   jail = sys.modules["jail"]
+  # A session of its own, by which the whole job can be killed.
   os.setsid()
   jail.die_with_parent()
   jail.fork_into_jail(job["level"])
   null = os.open("/dev/null", os.O_RDWR)
   for target, source in ((0, null), (1, output), (2, output), (3, result)):
     os.dup2(source, target)
+  # What the parent has open is out of reach for a candidate.
   os.closerange(4, 4096)
   readable, listable = jail.interpreter_paths(PACKAGES)
   features = jail.lock(
@@ -55,6 +57,7 @@ def _child(job: dict[str, Any], result: int, output: int, scratch: str) -> None:
   reply = FEATURES + json.dumps(features).encode() if job.get("probe") else _trace(job)
   while reply:
     reply = reply[os.write(3, reply) :]
+  # No handlers run, which candidate code might have registered.
   os._exit(0)
 
 
@@ -97,6 +100,7 @@ def _collect(
   reply, tail, pending = b"", b"", {result, output}
   while pending:
     left = max(deadline - time.monotonic(), 0)
+    # Both at once: a child that fills one pipe would wait while only the other is read.
     ready = select.select(list(pending), [], [], left)[0] if left else []
     if not ready:
       return "timeout", reply, tail
