@@ -32,6 +32,7 @@ from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import Response
 from mxjax.errors import ValueRefusal
 
+# The paper's allowances: all input of a call, and the part of it that is memory.
 INPUT_TOKENS = 65_536
 MEMORY_TOKENS = 16_384
 LATEST, FAILURES, MECHANISMS = 20, 16, 16
@@ -149,6 +150,8 @@ def _hunks(diff: str) -> list[tuple[str, list[str]]]:
   for name, body in [("", before), *zip(rest[::2], rest[1::2], strict=True)]:
     lines = body.splitlines()
     starts = [i for i, line in enumerate(lines) if NEW.fullmatch(line)]
+    # What also takes lines away is one change: its new functions replace something
+    # there.
     if any(line[:1] != "+" for line in lines):
       starts = []
     ends = [*starts, len(lines)]
@@ -419,6 +422,7 @@ def select(
   gains = [e for e in history if e.gain]
   best = next((e for e in history if e.program == context.champion.id), None)
   failures = [e for e in history if not e.gain][-FAILURES:]
+  # By object, because experiments hold mappings and have no hash.
   wanted = {id(e) for e in (*history[-LATEST:], *failures, *gains[-MECHANISMS:])}
   if best is not None:
     wanted.add(id(best))
@@ -429,6 +433,7 @@ def select(
   if size() > allowance:
     entries = _merged(entries)
   while entries and size() > allowance:
+    # The latest are kept, unless there are no others.
     older = entries[: max(len(entries) - LATEST, 1)]
     entries.remove(min(older, key=lambda e: _relevance(e, context)))
   return entries
@@ -718,6 +723,7 @@ def _grid(parts: Mapping[str, float]) -> str:
   number = lambda row: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", row)]
   columns = [*dict.fromkeys(column for row in rows.values() for column in row)]
   most = max(abs(value) for row in rows.values() for value in row.values())
+  # So that the largest number has two digits before its point.
   unit = 10.0 ** (math.floor(math.log10(most)) - 1) if most else 1.0
   cells = lambda row: " ".join(
     f"{row[column] / unit:.3g}" if column in row else "-" for column in columns
@@ -904,6 +910,7 @@ def _lineage_text(context: Context, interface: Interface) -> list[str]:
     difference = limits.diff(context.parent.source, best.source)
     source, is_whole = _without_defaults(best.source, interface)
     whole = head if is_whole else f"{head}, {WITHOUT_DEFAULTS}"
+    # Whole, or as a change of the program above, whichever is shorter.
     shown = min(
       f"{whole}:\n{source}",
       f"{head}: the program above, but for\n{difference}",
@@ -939,6 +946,7 @@ def memory(
   """
   if context.evidence == "none":
     return "Experiments so far:\nnone"
+  # Room for the two lines that may say what was left out.
   left, shown = allowance - count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 2, []
 
   def add(texts: Sequence[str], what: str, limit: int) -> None:
