@@ -424,6 +424,8 @@ def _predictions(story: Story) -> str:
       ]
       for account in accounts:
         said = account["predictions"].get(name, {}).get(observable, "")
+        # By the rule of verdicts, so that `gone` bears out `lost`; what is unsaid is
+        # not wrong.
         wrong = name in observed and not consistent({"": said or seen}, {"": seen})
         said = html.escape(said)
         cells.append(f"<del>{said}</del>" if wrong else said)

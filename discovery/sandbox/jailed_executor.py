@@ -70,6 +70,7 @@ class EvaluatorWorker:
       outcome, spent = supervisor.twice(ran)
     except WorkerError as error:
       outcome = Outcome(error.status, detail=str(error)[:1000])
+    # `Outcome` refuses values that are not finite.
     except ValueError as error:
       outcome = Outcome(Status.NOT_FINITE, detail=str(error)[:1000])
     return {**outcome.to_dict(), "processor": spent}
@@ -158,6 +159,7 @@ class JailedExecutor:
     self.description: Mapping[str, Any] = dict(self._tracer.features)
     shared = ""
     if compiled is not None:
+      # Entries are programs that workers execute, so nobody else may write them.
       compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
       shared = str(compiled.resolve())
     make = make_worker or functools.partial(EvaluatorWorker, compiled=shared)

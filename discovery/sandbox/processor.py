@@ -47,6 +47,8 @@ class Meter:
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _charge(self, part: str, until: float) -> None:
+    # Never below 0: what is compiled within a part may have been traced before it
+    # began.
     before = self._now.spent.get(part, 0.0)
     self._now.spent[part] = before + max(until - self._now.since, 0.0)
     self._now.since = max(until, self._now.since)

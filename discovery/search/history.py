@@ -158,6 +158,7 @@ class History:
         changes={},
         gain=False,
         feedback=detail,
+        # An unusable answer has no program; its difference would take the parent away.
         diff=""
         if proposal.unusable
         else candidate_source.diff(parent.source, proposal.source),

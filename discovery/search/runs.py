@@ -280,6 +280,7 @@ def run(
   options = read_options(folder)
   allowed = trusted or Trusted()
   allowed.check(options)
+  # A run that is to end asks its endpoint for nothing.
   if not closing:
     allowed.check_endpoint(options, folder)
   task = task_.load(options.task)
@@ -321,6 +322,7 @@ class _Closing:
   """Stands in for the proposer of a run that is to end: it proposes nothing more."""
 
   def __init__(self, folder: pathlib.Path) -> None:
+    # The first event has the name of the proposer, and a replay must repeat it.
     self.name: str = begun_events(folder)[0]["proposer"]
 
   def propose(self, context: Context) -> Proposal:

@@ -190,6 +190,7 @@ class Trial:
     """
     proposer = {**self.plan["endpoint"], "kind": "llm"}
     for spec in self.plan["tasks"].values():
+      # The held-out task may be another one, whose code would run too.
       for each in (spec, {**spec, **spec.get("heldout", {})}):
         options = runs.RunOptions(
           task=placed(each, self._data),

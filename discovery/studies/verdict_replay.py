@@ -190,6 +190,7 @@ def measured(
   if mine.status != Status.OK:
     return Successor(proposal.label, str(mine.status), repeats=repeats)
   target, margins = evaluator.task.target, evaluator.task.margins
+  # What keeps an intervention out may differ from it in anything that is measured.
   about = [*margins] if demand.forbids else demand.about
   probe = checkers.by_probe(mine, without.values, about, margins)
   change = mine.values[target] - parent.values[target]

@@ -238,6 +238,7 @@ class CandidateProgram(Program):
       # Diag(2^u) T: the rows of T are scaled. The statistics before it are in T's
       # coordinates.
       transform = self._balance(stats)[..., None] * transform
+    # Made in float64, and applied in float32 as at run time.
     return Shaping(input_maps.BlockDense(transform.astype(jnp.float32)))
 
   def _transform(
@@ -286,6 +287,7 @@ class CandidateProgram(Program):
       function = self._artifacts.batched(self._now.hooks["tables"])
       tables = measured_tables(function, weight, result.decoded)
     else:
+      # The float weights in both places have W'W and no weight error: cross is zero.
       target = weight if plan == "float" else result.decoded
       tables = execution.block_on_cpu(one_code.tables(weight, target))
     if plan == "expected":
@@ -312,6 +314,7 @@ class CandidateProgram(Program):
 
 
 def _random_rotations(blocks: int) -> np.ndarray:
+  # One seed for all programs: the control is the same whatever it is a control of.
   generator = np.random.default_rng(32)
   matrix = generator.standard_normal((blocks, 32, 32))
   return np.linalg.qr(matrix)[0]

@@ -70,6 +70,7 @@ def map_units(function: Function, *items: Any) -> list[np.ndarray]:
     # Zeros will do, because only the first `count` units are run.
     filled = jax.tree.map(lambda a: _filled(a, UNITS, 0), some)
     with spent_on(function):
+      # One computation at a time on the CPU: rule 1 of `mxjax.devices.execution`.
       results = execution.block_on_cpu(_run_units(function, np.int32(count), filled))
     parts.append([np.asarray(result)[:count] for result in results])
   return [np.concatenate(each) for each in zip(*parts, strict=True)]

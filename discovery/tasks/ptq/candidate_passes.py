@@ -157,6 +157,7 @@ def measured_tables(
   operands = np.asarray(weight), np.asarray(decoded)
   with spent_on(function):
     sums = _sums(function, operands, (TILE, TILE), outputs=2)
+  # Sums are float64; activation codes are scored in float32, as in the paper.
   tables = [each.astype(np.float32) for each in sums]
   require_finite("tables", *tables)
   return [jnp.asarray(each) for each in tables]
@@ -436,6 +437,8 @@ def require_legal(is_legal: jax.Array, place: str = "encode_weight") -> None:
 
 def _first_state(blocks: int) -> np.ndarray:
   state = np.zeros((blocks, MATRICES, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE))
+  # The first matrix is the map: a program that solves for none leaves blocks as they
+  # are.
   state[:, 0] = np.eye(mxfp4.BLOCK_SIZE)
   return state
 

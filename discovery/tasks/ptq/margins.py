@@ -192,6 +192,7 @@ def _noise(
     outer = streams.outer_params(model, params)
     embedded = jax.eval_shape(model.embed, outer, jnp.asarray(tokens[:1]))
     dtype = jax.tree.leaves(embedded)[0].dtype
+    # As in `perplexity`, the first replicate is the program itself.
     replicates = [quantized]
     replicates += [perturbed(quantized, seed, dtype) for seed in range(1, REPLICATES)]
     divergences = [

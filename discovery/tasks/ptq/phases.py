@@ -73,6 +73,7 @@ class Fit:
   def _orders(self, call: Call, artifacts: Artifacts) -> payload.Operands:
     """Returns the orders of channels, measured in the float model when first asked."""
     if call.plan["arrange"] == "off" and call.intervention.get("kind") != "permute":
+      # Under `scope` some linears are as in the parent, which may arrange channels.
       parent = call.intervention.get("parent")
       if not parent or parent["plan"]["arrange"] == "off":
         return {}

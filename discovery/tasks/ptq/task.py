@@ -143,6 +143,8 @@ class PtqTask(Defaults):
   def observables(self) -> Mapping[str, str]:
     """What each observable means, of those that this task measures."""
     options = self.options
+    # What only another objective, the proxy or another text has; what has a margin is
+    # told in any case.
     absent = {*get_args(Objective)} - {"log_ppl", options.objective, *options.margins}
     if not options.proxy:
       absent |= {name for name in OBSERVABLES if name.startswith("proxy")}

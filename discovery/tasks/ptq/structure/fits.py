@@ -49,6 +49,7 @@ class HookAttentionFit(AttentionFit):
     """Returns no constants, and zero sums for every head."""
     del float_layer, sequences
     heads = float_taps["value"].shape[-2]
+    # Sums in float64 and coefficients in float32, as in the paper.
     return (), jnp.zeros((heads, *SUMS.shape), jnp.float64)
 
   def measure(self, moments: Any, sample: Sample) -> Any:
@@ -91,6 +92,7 @@ class HookMlpFit(MlpFit):
   def measure(self, moments: Any, sample: Sample) -> Any:
     """See `RecoveryFit.measure`; targets are the float weights' on the same inputs."""
     taps, float_mlp = sample.taps, sample.float_layer["mlp"]
+    # g* and u* of the paper: float projections of the realized input of the layer.
     targets = [
       add_bias(linear(taps["gate_up_input"], params["weight"]), params.get("bias"))
       for params in (float_mlp["gate_proj"], float_mlp["up_proj"])

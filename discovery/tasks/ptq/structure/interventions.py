@@ -213,6 +213,7 @@ def rivals(own: Call, parent: Call, options: PtqOptions) -> list[Rival]:
   """Returns what else could explain a gain: any map, or luck of the text."""
   found = []
   shaping = ("transform", "solve", "measure_inputs", "measure_weights")
+  # As they execute: a hook that its plan does not call makes no map.
   active = [own.active(INTERFACE), parent.active(INTERFACE)]
   if own.plan["transform"] in ("measured", "solved") and (
     active[0].part(shaping) != active[1].part(shaping)

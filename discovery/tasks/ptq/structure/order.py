@@ -25,6 +25,7 @@ PARTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
   "values": ("self_attn", "o_proj", ("v_proj",)),
 }
 """For each part: its block, the linear that reads the channels, those that write."""
+# Of the order under the control `permute`, which is one for all programs.
 SEED = 32
 
 
