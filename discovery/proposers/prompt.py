@@ -621,6 +621,7 @@ def _observables_text(task: Task) -> str:
 def _interventions_text(task: Task) -> str:
   """Returns the exact form of every kind of control, its values and its price."""
   hooks = task.interface.names
+  # The prompt lists these names already, and they are many.
   known = {hooks: "one of the hooks"}
   known[tuple(dict.fromkeys((*hooks, *task.interface.plan)))] = "hooks and PLAN keys"
   lines = []
@@ -766,6 +767,7 @@ def _without_defaults(source: str, interface: Interface) -> tuple[str, bool]:
   texts = (interface.header, *(hook.default for hook in interface.hooks))
   known = {ast.unparse(node) for text in texts for node in ast.parse(text).body}
   lines, is_whole = source.splitlines(), True
+  # From the end, so that the line numbers of what comes before stay right.
   for node in reversed(tree.body):
     if isinstance(node, ast.FunctionDef) and ast.unparse(node) in known:
       del lines[node.lineno - 1 : node.end_lineno]
@@ -963,6 +965,8 @@ def memory(
   if context.evidence in WITH_QUESTIONS:
     demands = context.demands if context.evidence == "verdict" else ()
     owed = [demand for demand in demands if not demand.forbids]
+    # The one that this answer is checked on goes first: of what is owed, the first is
+    # told in full.
     owed.sort(key=lambda demand: demand != context.checked)
     in_full = (*owed[:1], *(demand for demand in demands if demand.forbids))
     texts = [_demand_text(demand, context) for demand in in_full]

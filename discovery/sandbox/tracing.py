@@ -123,6 +123,7 @@ def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:
   traced = []
   for spec in hooks:
     namespace: dict[str, Any] = {"__name__": "candidate"}
+    # Imported within the scope too, because constants of the module may be float64.
     with tracing_scope():
       exec(code, namespace)  # noqa: S102
     if callable(hook := namespace.get(spec["name"])):

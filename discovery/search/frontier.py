@@ -47,6 +47,7 @@ class ExecutableFrontier:
 
   def retain(self, record: Record) -> bool:
     """Retains a program if it is new and among the best; returns whether it did."""
+    # What executes the same is one program, whatever its text.
     if any(known.exec_id == record.exec_id for known in self.records):
       return False
     self.records = self._ranked([*self.records, record])[: self._size]
