@@ -12,6 +12,15 @@ from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.llm import Answer
 
 
+def _state(path: pathlib.Path) -> tuple[int, int] | None:
+  """Returns what changes while a file is being written; None if there is none."""
+  try:
+    found = path.stat()
+  except FileNotFoundError:
+    return None
+  return found.st_size, found.st_mtime_ns
+
+
 class HumanProposer:
   """Writes each question into a folder and waits there for the answer."""
 
@@ -25,7 +34,7 @@ class HumanProposer:
     The folder receives `question-0-0.md` and `question-0-0.py`. The person puts
     `answer-0-0.json` there, with the fields of `llm.Answer`; its `source` may name a
     file in the same folder. The proposer waits `seconds` for it and checks every `poll`
-    seconds.
+    seconds, until it finds it unchanged.
     """
     self._folder, self._task = pathlib.Path(folder), task
     self._seconds, self._poll = seconds, poll
@@ -43,10 +52,12 @@ class HumanProposer:
     (self._folder / f"question-{name}.md").write_text(text)
     (self._folder / f"question-{name}.py").write_text(context.parent.source)
     path = self._folder / f"answer-{name}.json"
-    end = time.monotonic() + self._seconds
-    while not path.exists():
-      if time.monotonic() > end:
+    end, before = time.monotonic() + self._seconds, None
+    # An editor or a copy may still be writing: a whole answer stands as it is.
+    while (now := _state(path)) is None or now != before:
+      if now is None and time.monotonic() > end:
         raise OutageError(f"human: no {path} within {self._seconds:g} s")
+      before = now
       time.sleep(self._poll)
     try:
       answer = self._read(path)

@@ -18,6 +18,7 @@ from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
 from mxjax.discovery.core.residual import (
+  FATES,
   OF_EDIT,
   OF_PARENT,
   OTHER_TEXT,
@@ -172,7 +173,7 @@ def corrupted(
     where = (seed, *address, "corrupt", account.name, name, observable)
     if identity.draw(*where) >= rate:
       return predicted
-    return identity.pick(SYMBOLS, *where, "symbol")
+    return identity.pick(FATES if predicted in FATES else SYMBOLS, *where, "symbol")
 
   predictions = {
     name: {o: redrawn(name, o, s) for o, s in predicted.items()}

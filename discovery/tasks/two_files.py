@@ -28,8 +28,10 @@ worker.
 
 import ast
 import functools
+import hashlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +49,8 @@ from mxjax.discovery.core.task import Artifacts, Call, ContractError, Defaults
 from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 
 INITIAL, EVALUATE = "initial.py", "evaluate.py"
+RUN = "run.json"
+"""A file that every folder of a run has."""
 
 
 def is_folder(path: str) -> bool:
@@ -200,9 +204,26 @@ class TwoFiles(Defaults):
 
   @functools.cached_property
   def contract(self) -> Mapping[str, Any]:
-    """Digests of both files."""
-    files = {n: (self.folder / n).read_bytes() for n in (INITIAL, EVALUATE)}
-    return {name: identity.digest(data) for name, data in files.items()}
+    """Digests of the files in the folder, on any of which a score may depend.
+
+    Left out are hidden files, caches of Python, and folders of runs, which grow.
+    """
+    found = {}
+    for folder, names, files in os.walk(self.folder):
+      here = pathlib.Path(folder)
+      names[:] = [
+        name
+        for name in names
+        if name[0] != "."
+        and name != "__pycache__"
+        and not any((here / name).rglob(RUN))
+      ]
+      for name in files:
+        if name[0] != ".":
+          with (here / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+          found[(here / name).relative_to(self.folder).as_posix()] = digest
+    return found
 
   def readable(self, phase: str) -> Sequence[str]:
     """Returns the folder, so that `evaluate` may keep data beside the files."""

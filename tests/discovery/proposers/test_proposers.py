@@ -207,6 +207,22 @@ def test_a_person_answers_through_files(tmp_path):
     )
 
 
+def test_an_answer_that_is_being_written_is_waited_for(tmp_path, monkeypatch):
+  edited = TASK.edit_templates[0].edit(SOURCE, {"amplitude": 0.5})
+  whole = json.dumps({"source": edited, "label": "by hand"})
+  parts = [whole[:9], whole[:30], whole]
+
+  def writes(seconds):
+    del seconds
+    if parts:
+      (tmp_path / "answer-2-0.json").write_text(parts.pop(0))
+
+  monkeypatch.setattr(human.time, "sleep", writes)
+  queue = human.HumanProposer(tmp_path, TASK, seconds=20)
+  assert queue.propose(context(address=(2, 0))).source == edited
+  assert not parts
+
+
 @pytest.mark.parametrize(
   ("text", "told"),
   [

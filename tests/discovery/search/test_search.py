@@ -10,8 +10,10 @@ from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.proposal import Proposal
+from mxjax.discovery.core.residual import FATES, SYMBOLS, Explanation
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.proposers import embedded
+from mxjax.discovery.search import registration
 from mxjax.discovery.tasks import world
 from tests.cases import slow
 from tests.discovery import searching
@@ -194,6 +196,16 @@ def test_every_arm_spends_exactly_its_budget(executor, tmp_path, arm):
   assert totals["total"] == 14
   if arm.get("policy") == "none":
     assert totals["candidate"] == 14
+
+
+def test_a_placebo_predicts_a_direction_for_a_direction_and_a_fate_for_a_fate():
+  """One in the place of the other could never be observed, so it would always fail."""
+  rows = {"primary": {"a": "down"}, "less": {"a": "same", "b of the edit": "kept"}}
+  account = Explanation("x", "of which", rows)
+  drawn = [registration.corrupted(account, 1.0, seed, (0, 0)) for seed in range(40)]
+  found = lambda condition, name: {a.predictions[condition][name] for a in drawn}
+  assert found("primary", "a") == found("less", "a") == {*SYMBOLS}
+  assert found("less", "b of the edit") == {*FATES}
 
 
 def test_arms_without_verdicts_never_see_one(executor, tmp_path):

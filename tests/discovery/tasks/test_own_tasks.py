@@ -165,10 +165,24 @@ def test_what_the_files_lack_is_said(folder, tmp_path, capsys, file, old, new, m
   assert not out.exists()
 
 
-def test_a_changed_evaluator_is_another_task(folder):
-  before = task.load({"task": str(folder)}).contract
+def test_what_a_score_may_depend_on_is_part_of_the_task(folder):
+  contract = lambda: task.load({"task": str(folder)}).contract
+  before = contract()
   (folder / "evaluate.py").write_text(EVALUATE + "\n# another\n")
-  assert task.load({"task": str(folder)}).contract != before
+  other = contract()
+  assert other != before
+  # Data beside them, too; but neither caches of Python nor runs that write there.
+  (folder / "data").mkdir()
+  (folder / "data" / "more.csv").write_text("1")
+  data = contract()
+  assert data != other
+  (folder / "data" / "more.csv").write_text("2")
+  assert contract() not in (data, other)
+  now = contract()
+  for name in ("__pycache__/a", ".git/a", "runs/a/run.json", "runs/study.json"):
+    (folder / name).parent.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text("{}")
+  assert contract() == now
 
 
 def test_observables_of_margins_must_be_returned(folder):
