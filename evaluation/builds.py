@@ -118,6 +118,9 @@ class BuildOptions:
       same model and tokens share.
     linears: Folder of a finished build whose linears are taken; it differs only in
       recovery.
+    agreement: Whether KL and flips are measured on the first test, of RTN too, also
+      where the tests do not ask for them: two more passes over its windows each, one of
+      them by the float model.
     baseline: Whether RTN is measured on the same tests, for the report; its inputs are
       left as they are if the method leaves them so. It reads one calibration sequence.
       Where layers stay on disk or devices share them it is left out, which the report
@@ -131,6 +134,7 @@ class BuildOptions:
   check: bool = True
   store: pathlib.Path | None = None
   linears: pathlib.Path | None = None
+  agreement: bool = True
   baseline: bool = False
   sample: int = 0
 
@@ -186,6 +190,9 @@ def build(
     progress.Stopped: `stop` asked for it.
   """
   check_folder(folder, resume=resume)
+  if options.agreement:
+    compared = dataclasses.replace(prepared.subject, with_agreement=True)
+    prepared = prepared._replace(subject=compared)
   subject = prepared.subject
   program = _program(prepared, method, options)
   is_leader = processes.is_leader()

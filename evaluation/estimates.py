@@ -40,22 +40,28 @@ def expected_seconds(
   mesh: str | None = None,
   test_tokens: int = 0,
   rate: float | None = None,
+  compared_tokens: int = 0,
 ) -> float | None:
   """Estimates the wall time of methods and their evaluation on one CPU.
 
-  `planned` is for the calibration set; `rate` in FLOP/s is measured if absent. Searches
-  of `LEARNING` methods are not in it. None on a mesh or another device, where no run
-  has been timed. On the embedded model it is within a factor of two.
+  `planned` is for the calibration set; `rate` in FLOP/s is measured if absent. Of the
+  `test_tokens`, predictions of the first `compared_tokens` are compared with the float
+  model's. Searches of `LEARNING` methods are not in it. None on a mesh or another
+  device, where no run has been timed. On the embedded model it is within a factor of
+  two.
   """
   if mesh or jax.default_backend() != "cpu":
     return None
   rate = rate or products_a_second(planned.dtype)
   one_pass = planned.forward_flops / planned.model_passes
   flops = 2.0 * planned.target_weights * test_tokens
+  # A comparison runs both models again.
+  compared = 2 * 2.0 * planned.target_weights * compared_tokens
   seconds = flops / rate
   for name in names:
     program = methods.get(name)
-    work = REDUCING * one_pass * (1 + len(program.recover)) + flops
+    work = REDUCING * one_pass * (1 + len(program.recover))
+    work += flops + compared
     if program.tune or program.weighting != "uniform":
       work += planned.prediction_flops
     if getattr(program, "two_sided", False):

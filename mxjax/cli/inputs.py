@@ -148,7 +148,12 @@ def _announcement(
   # RTN is built as well where the report shows it.
   beside = ("rtn",) if getattr(options, "baseline", False) else ()
   timed = dict.fromkeys((*names, *beside)) if names else ()
-  seconds = estimates.expected_seconds(planned, timed, mesh, tokens) if timed else None
+  compared = options.windows * options.window_length if options.agreement else 0
+  seconds = None
+  if timed:
+    seconds = estimates.expected_seconds(
+      planned, timed, mesh, tokens, compared_tokens=compared
+    )
   if seconds:
     learns = any(methods.base_name(name) in estimates.LEARNING for name in names)
     about = "more than" if learns else "about"

@@ -221,10 +221,15 @@ def add(target: Any, *names: str, **changes: Any) -> None:
     target.add_argument(name, **OPTIONS[name] | changes)
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-  """Adds the options of commands that quantize and measure."""
+def add_run(parser: argparse.ArgumentParser, **agreement: Any) -> None:
+  """Adds the options of commands that quantize and measure.
+
+  `agreement` changes the settings of `--agreement`.
+  """
   add(parser.add_argument_group("calibration"), *CALIBRATION)
-  add(parser.add_argument_group("evaluation"), *EVALUATION)
+  group = parser.add_argument_group("evaluation")
+  add(group, *(name for name in EVALUATION if name != "--agreement"))
+  add(group, "--agreement", **agreement)
   add(parser, "--json", "--compiled", "--no-compiled")
 
 

@@ -50,7 +50,13 @@ def add_parser(commands: Any) -> None:
   _add_report(parser.add_argument_group("report"))
   _add_sharing(parser.add_argument_group("sharing work with other builds"))
   _add_devices(parser.add_argument_group("devices"))
-  shared.add_run(parser)
+  shared.add_run(
+    parser,
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="compare every prediction of the first test with the float model's: KL and "
+    "flips; it takes two more passes over the windows, and two for RTN",
+  )
   parser.set_defaults(run=run)
 
 
@@ -129,6 +135,7 @@ def run(options: argparse.Namespace) -> None:
     check=options.check,
     store=pathlib.Path(options.store) if options.store else None,
     linears=pathlib.Path(options.linears) if options.linears else None,
+    agreement=options.agreement,
     baseline=options.baseline,
     sample=options.sample,
   )

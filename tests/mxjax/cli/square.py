@@ -9,7 +9,7 @@ import numpy as np
 
 from tests import tiny
 
-PLAIN = ("--no-baseline", "--sample", "0")
+PLAIN = ("--no-baseline", "--no-agreement", "--sample", "0")
 """Nothing beside the method itself."""
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -53,7 +53,9 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax, monkeypatch):
 
   monkeypatch.setattr(output, "progress", followed)
   measures = ("--operator-error", "--agreement")
-  (row,) = mxjax("quantize", *arguments(folder, out, "--method", "gptq", *measures))
+  # KL and flips of this model and of RTN are measured without being asked for.
+  words = arguments(folder, out, "--method", "gptq", measures[0])
+  (row,) = mxjax("quantize", *words)
   assert row["method"] == "gptq"
   assert f"<h1>gptq on {folder.name}</h1>" in (out / "report.html").read_text()
   assert (out / "run" / "state.json").is_file()
@@ -62,6 +64,7 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax, monkeypatch):
   (plain,) = mxjax("compare", *arguments(folder, tmp_path / "rtn", "--methods", "rtn"))
   assert row["baseline"]["perplexity"] == plain["perplexity"]
   assert row["baseline"]["size"] == plain["size"]
+  assert row["baseline"]["agreement"]["kl_mean"] > 0 and plain["agreement"] is None
   # What takes long after the evaluations has a name of its own.
   assert [stage for stage in stages if stage[0].startswith("text of")] == [
     (f"text of the {name} model", f"evaluating, token {done}/24")

@@ -224,6 +224,12 @@ def test_the_expected_time_is_within_a_factor_of_two(case):
   expect = lambda *names: estimates.expected_seconds(planned, names, None, 256, 104e9)
   assert 0.5 < expect(method) / MEASURED[case] < 2
   assert expect(method, "hires-next") > 2 * expect(method)
+  timed = lambda tests, of_these: estimates.expected_seconds(
+    planned, [method], None, tests, 104e9, compared_tokens=of_these
+  )
+  # A method's own pass and the float model's, and both again to compare them.
+  alone, compared = timed(256, 0) - timed(0, 0), timed(256, 256) - timed(256, 0)
+  assert compared == pytest.approx(alone)
   assert estimates.expected_seconds(planned, [method], "data=2") is None
 
 
