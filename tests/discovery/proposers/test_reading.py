@@ -36,6 +36,12 @@ SHAPES = {
   "another object first": f'{{"a": 1}} and then {GOOD}',
   "line breaks inside a string": '{"label": "a", "code": "' + EDIT + '"}',
   "code in a fence after it": f'{{"label": "a"}}\n{FENCE}python\n{EDIT}{FENCE}',
+  "a trailing comma": GOOD[:-1] + ",}",
+  "trailing commas": '{"declared": ["mlp" , ], "label": "a",\n "code": '
+  + f"{json.dumps(EDIT)} ,\n}}\nthat is all, }}",
+  "a wrapper": f'{{"answer": {GOOD}}}',
+  "wrappers, and members beside it": f'{{"sure": 1, "a": {{"b": {GOOD}, "c": {{}}}}}}',
+  "a wrapper with a trailing comma": f'{{"answer": {GOOD},}}',
   "code in a fence before it": f'{FENCE}py\n{EDIT}{FENCE}\n{{"label": "a"}}',
 }
 
@@ -90,7 +96,12 @@ def test_a_helper_stands_for_the_hooks_that_use_it(code, declared):
 WRONG = {
   "no JSON": ("Sorry, I cannot.", "expected one JSON object"),
   "torn": (GOOD[:-5], "got text that is no JSON"),
+  "a comma, and no field of ours": ('{"answer": 1,}', "got one with answer"),
   "no field of ours": ('{"answer": 1}', "got one with answer"),
+  "two inside one": (f'{{"one": {GOOD}, "two": {GOOD}}}', "got 2 inside of others"),
+  "two inside two": (f'{{"one": {GOOD}}} {{"one": {GOOD}}}', "got 2 inside of others"),
+  "two commas": (GOOD[:-1] + ",,}", "got text that is no JSON"),
+  "a comma alone": ('{"label": "a", "code": "", "plan": {,}}', "that is no JSON"),
   "an unknown field": ('{"code": "x", "colour": 1}', "colour: Extra inputs"),
   "a wrong symbol": (
     json.dumps(
