@@ -229,13 +229,26 @@ def read_config(
   heads = require("llama.attention.head_count")
   width = require("llama.embedding_length")
   epsilon = require("llama.attention.layer_norm_rms_epsilon")
+  # GGUF lists the fastest axis first.
+  vocabulary = int(tensors["token_embd.weight"].shape[1])
+
+  def token(name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = field(reader, key)
+    # The model cannot make an id beyond its embedding: the text would never end.
+    if type(value) is int and value >= vocabulary:
+      raise ValueRefusal(
+        "GGUF file",
+        expected=f"{key} below {vocabulary}, the size of the vocabulary",
+        got=value,
+        mend="correct the key, or convert the model again",
+      )
+    return value
+
   # Ends of a text, of a turn, and of a message.
-  ends = [
-    field(reader, f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")
-  ]
+  ends = [token(end) for end in ("eos", "eot", "eom")]
   config = ModelConfig(
-    # GGUF lists the fastest axis first.
-    vocab_size=int(tensors["token_embd.weight"].shape[1]),
+    vocab_size=vocabulary,
     hidden_size=width,
     intermediate_size=require("llama.feed_forward_length"),
     num_layers=require("llama.block_count"),
@@ -249,7 +262,7 @@ def read_config(
     attention_bias="blk.0.attn_q.bias" in tensors,
     mlp_bias="blk.0.ffn_gate.bias" in tensors,
     max_positions=require("llama.context_length"),
-    bos_id=field(reader, "tokenizer.ggml.bos_token_id"),
+    bos_id=token("bos"),
     eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
     dtype=dtype,
   )

@@ -215,11 +215,15 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   if missing:
     raise FileNotFoundRefusal(
       folder,
-      expected=f"the {len(files)} shards of {INDEX_FILE}",
+      expected=f"the {_shards(len(files))} of {INDEX_FILE}",
       got=f"all but {', '.join(missing)}",
       mend="download the missing files",
     )
   return files
+
+
+def _shards(count: int) -> str:
+  return f"{count} shard" + "s" * (count != 1)
 
 
 def _refuse_gguf_inside(folder: pathlib.Path) -> None:
@@ -240,7 +244,7 @@ def other_weights(names: list[str]) -> tuple[str, str]:
     "load it with transformers and call save_pretrained, which writes safetensors"
   )
   if shards := [n for n in ending(".safetensors") if n.startswith("model-")]:
-    return f"{len(shards)} shards without the index", f"download {INDEX_FILE}, too"
+    return f"{_shards(len(shards))} without the index", f"download {INDEX_FILE}, too"
   if ADAPTER_FILE in names:
     return ADAPTER
   if files := ending(".safetensors"):

@@ -1,4 +1,5 @@
 import functools
+import types
 
 import gguf as gguf_package
 import jax
@@ -179,6 +180,24 @@ def test_ends_of_turns_are_stop_ids(golden, tmp_path):
   keys = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
   path = write(golden, tmp_path / "chat.gguf", keys=keys)
   assert models.load_config(path).eos_ids == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
+def test_a_token_beyond_the_vocabulary_is_refused_by_name(golden, tmp_path, name):
+  size = golden.config["vocab_size"]
+
+  def written(token):
+    # `write` takes two of these keys from the config.
+    changed = {"config": golden.config | {f"{name}_token_id": token}}
+    keys = {} if name in ("bos", "eos") else {f"tokenizer.ggml.{name}_token_id": token}
+    model = types.SimpleNamespace(weights=golden.weights, **changed)
+    return write(model, tmp_path / f"{token}.gguf", keys=keys)
+
+  told = f"expected tokenizer.ggml.{name}_token_id below {size}, .* got {size};"
+  with pytest.raises(ValueError, match=told):
+    models.load_config(written(size))
+  config = models.load_config(written(size - 1))
+  assert size - 1 in (config.bos_id, *config.eos_ids)
 
 
 def test_another_byte_order_is_named(golden, tmp_path):

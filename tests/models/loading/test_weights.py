@@ -207,7 +207,7 @@ def test_names_without_the_prefix_are_those_of_the_bare_model(golden, tmp_path):
     (["pytorch_model.bin.index.json"], "only the index of pickled weights"),
     (
       ["model-00001-of-00002.safetensors"],
-      "1 shards without the index; download model",
+      "1 shard without the index; download model",
     ),
     (
       ["model.Q4_K_M.gguf"],
