@@ -15,6 +15,26 @@ from mxjax.intake.token_ids import token_ids
 from mxjax.models.tokenizer import Tokenizer
 
 
+def check_source(source: str | None, place: str) -> None:
+  """Rejects a source of text that `load_tokens` could not read; reads nothing.
+
+  Raises:
+    FileNotFoundError: It is neither a file nor a name of hub data.
+  """
+  if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
+    raise FileNotFoundRefusal(
+      place,
+      expected=f"a file or one of {', '.join(HUB_SETS)}",
+      got="neither",
+      mend=texts.mend(source, HUB_SETS) or "check the path",
+    )
+
+
+def place_of(source: str | None, split: str) -> str:
+  """Names the data of a split in an error."""
+  return f"{split} data" + (f" {source}" if source else "")
+
+
 def load_tokens(
   source: str | None,
   tokenizer: Tokenizer,
@@ -51,7 +71,7 @@ def load_tokens(
       small, or the sampling is unknown or of an array.
     ConnectionError: Hub data was requested without a network.
   """
-  place = f"{split} data" + (f" {source}" if source else "")
+  place = place_of(source, split)
   if sampling not in (None, *SAMPLINGS):
     raise ValueRefusal(
       place, expected=f"a sampling of {', '.join(SAMPLINGS)}", got=sampling
@@ -65,13 +85,7 @@ def load_tokens(
       got=f"{count} of {length}",
       mend="ask for more",
     )
-  if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
-    raise FileNotFoundRefusal(
-      place,
-      expected=f"a file or one of {', '.join(HUB_SETS)}",
-      got="neither",
-      mend=texts.mend(source, HUB_SETS) or "check the path",
-    )
+  check_source(source, place)
   if source is not None and source.endswith(".npy"):
     if sampling not in (None, "windows"):
       raise ValueRefusal(

@@ -232,9 +232,10 @@ class HttpClient:
       wait = max(self.pause * 2 ** (attempt - 1) * jitter, _seconds(after))
       if time.monotonic() + wait > end:
         raise OutageError(
-          f"endpoint: {self.base_url} gave no answer in {attempt} tries within "
+          f"endpoint: {self._url()} gave no answer in {attempt} tries within "
           f"{self.deadline:g} s; the last was {reason!r:.300}, and the next would be "
-          f"in {wait:.3g} s."
+          f"in {wait:.3g} s; check the address and that its server runs, or give it "
+          "longer (--deadline, and --probe-seconds before a run)."
         ) from cause
       LOG.warning("endpoint: %.300r; try %d in %.1f s", reason, attempt + 1, wait)
       time.sleep(wait)

@@ -111,6 +111,7 @@ def _evaluate_perplexity(options: argparse.Namespace, packing: Any) -> None:
   from mxjax.evaluation import evaluating, subjects
   from mxjax.evaluation.report import numbers
 
+  inputs.check_data(options)
   shared.fit_lengths(options, subjects.positions_of(options.source))
   evaluation = inputs.evaluation(options)
   is_compared = evaluation.operator_error or evaluation.agreement

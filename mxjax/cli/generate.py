@@ -78,7 +78,8 @@ def add_sampling(
     "the paper's contract; changes the model",
   )
   shared.add(parser, "--storage", "--dtype", "--compiled", "--no-compiled")
-  parser.set_defaults(unset={"top_k": None, "top_p": top_p})
+  unset = {"top_k": None, "top_p": top_p, "max_new_tokens": max_new_tokens}
+  parser.set_defaults(unset=unset)
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -122,12 +123,16 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.models.streaming import PrefixCache
 
   storage, arguments = shared.storage(options.storage), sampling(options)
+  if shared.given(options, "max_new_tokens"):
+    # Before any weight is read: a prompt has a token at least.
+    _check_room(options, subjects.positions_of(options.source), 1)
   model, params, tokenizer = subjects.restore(
     options.source, storage=storage, dtype=options.dtype
   )
   ids = tokenizer.encode(options.prompt)
   # `encode` leaves out what the model's own tokenizer puts before a text, such as BOS.
   ids = np.concatenate([np.asarray(tokenizer.prefix_ids, np.int32), ids])
+  _check_room(options, model.config.max_positions, len(ids))
   # The cache needs no more room than this text.
   room = len(ids) + options.max_new_tokens + 1
   cache = PrefixCache(model, params, room, options.cache)
@@ -137,6 +142,27 @@ def run(options: argparse.Namespace) -> None:
     return
   output.piece(options.prompt)
   speak_aloud(cache, tokenizer, ids, **arguments)
+
+
+def _check_room(options: argparse.Namespace, positions: int, prompt: int) -> None:
+  """Rejects more new tokens than fit behind a prompt, as `models.generate` does.
+
+  The default is no number that anyone asked for: it ends where the positions do.
+
+  Raises:
+    ValueError: They do not fit.
+  """
+  if not shared.given(options, "max_new_tokens"):
+    return
+  if (asked := options.max_new_tokens) + prompt > positions:
+    room = positions - prompt
+    raise ValueRefusal(
+      "generate: --max-new-tokens",
+      expected=f"at most {max(room, 0)} behind a prompt of {prompt} token"
+      f"{'s' * (prompt != 1)}: the model has {positions} positions",
+      got=asked,
+      mend="ask for fewer, or shorten the prompt",
+    )
 
 
 def speak_aloud(

@@ -72,6 +72,18 @@ def evaluation(options: argparse.Namespace) -> Evaluation:
   )
 
 
+def check_data(options: argparse.Namespace) -> None:
+  """Rejects data that is not there, before a model is looked at.
+
+  Raises:
+    FileNotFoundError: `--calib` or `--data` names neither a file nor hub data.
+  """
+  named = [(getattr(options, "calib", None), "calibration")]
+  named += [(source, "test") for source in texts.split(options.data or "")]
+  for source, split in named:
+    datasets.check_source(source, datasets.place_of(source, split))
+
+
 def test_windows(
   options: argparse.Namespace, source: str | None, tokenizer: models.Tokenizer
 ) -> np.ndarray:
@@ -91,7 +103,11 @@ def prepare(
   """Loads what a quantizing command needs, for `mesh`, as the options name it.
 
   First it says what the methods `names` are about to take.
+
+  Raises:
+    FileNotFoundError: The texts or the model are not there; texts are looked for first.
   """
+  check_data(options)
   # One process speaks for all.
   tell = output.teller(options.log if processes.is_leader() else "none")
   tell(f"loading {model_name(options)}")

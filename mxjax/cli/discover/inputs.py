@@ -120,13 +120,16 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
     ValueError: What the proposer needs is absent, or what it would ignore is given.
   """
   for name, kinds in PROPOSERS.items():
-    if getattr(options, name) and options.proposer not in kinds:
+    value = getattr(options, name)
+    if value and options.proposer not in kinds:
       option = f"--{name.replace('_', '-')}"
+      words = value if isinstance(value, list) else [] if value is True else [value]
       raise ValueRefusal(
         "discover",
-        expected=f"--proposer {' or '.join(kinds)} beside {option}",
-        got=options.proposer,
-        mend=f"leave {option} out",
+        expected=f"--proposer {' or '.join(kinds)} beside "
+        f"{' '.join(map(str, (option, *words)))}",
+        got=f"{options.proposer}, which does not read it",
+        mend=f"add --proposer {kinds[0]}, or leave {option} out",
       )
   proposer: dict[str, Any] = {"kind": options.proposer}
   if options.contested_accounts:

@@ -115,6 +115,19 @@ def fails(server, match, **options):
   return text
 
 
+def test_an_endpoint_that_is_not_there_is_told_with_what_was_tried():
+  # Nothing listens at the port that is given back.
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+  asked = endpoint.HttpClient(base_url=url, model="m", pause=0.05)
+  with pytest.raises(OutageError) as caught:
+    asked.probe(0.3)
+  told = str(caught.value)
+  assert f"endpoint: {url}/chat/completions gave no answer in " in told
+  assert "ConnectError" in told
+  assert "check the address and that its server runs, or give it longer" in told
+
+
 BAD = "no chat completion"
 ODD = {
   "empty": (http(b""), BAD),

@@ -226,7 +226,12 @@ TOGETHER = [
   ("--proposer expressions", "human, got 'expressions'"),
   ("--proposer magic", "human, got 'magic'"),
   ("--proposer cassette", "expected --cassette with the file"),
-  ("--endpoint http://x", "--proposer llm or cassette beside --endpoint"),
+  (
+    "--endpoint http://x",
+    "cassette beside --endpoint http://x, got embedded, which does not read it; add "
+    "--proposer llm, or leave --endpoint out",
+  ),
+  ("--prices 1 2", "--proposer llm or cassette beside --prices 1.0 2.0, got embedded"),
   ("--max-tokens 5", "--proposer llm or cassette beside --max-tokens"),
   ("--answers a", "--proposer human beside --answers"),
   (

@@ -109,6 +109,16 @@ REFUSED = {
   "generate": [
     ("run --prompt a --top-k 0", "of at least 1, got '0'"),
     ("run --prompt a --temperature nan", "temperature >= 0, got nan"),
+    # The model of these tests has 128 positions.
+    (
+      "run --prompt a --max-new-tokens 99999",
+      "--max-new-tokens: expected at most 127 behind a prompt of 1 token: the model "
+      "has 128 positions, got 99999; ask for fewer",
+    ),
+    (
+      f"run --prompt {'g' * 100} --max-new-tokens 100",
+      "behind a prompt of 100 tokens: the model has 128 positions, got 100",
+    ),
     ("run --prompt a --seed 4294967296", "expected a --seed below 4294967296"),
     ("run --prompt a --top-p 0.5", "--temperature above 0 beside --top-p, got"),
     ("run --prompt a --stop=", "expected --stop with some text"),
@@ -237,6 +247,30 @@ def test_the_defaults_fit_the_embedded_text(place, refuses, monkeypatch):
       ("plan model --length 129", "pass --length 128 or less"),
     ]
   )
+
+
+def test_text_that_is_not_there_is_refused_before_anything_is_said(place, capsys):
+  for words in (
+    "quantize absent --out new --calib absent.txt",
+    "quantize absent --out new --data absent.txt",
+    "compare absent --out new --calib absent.txt",
+    "evaluate absent --data absent.txt",
+  ):
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "data absent.txt: expected a file or one of c4, wikitext2, got" in line
+
+
+def test_more_tokens_than_fit_are_refused_before_a_weight_is_read(
+  place, refuses, monkeypatch
+):
+  def read(*arguments, **options):
+    raise AssertionError("weights were read")
+
+  monkeypatch.setattr(subjects, "restore", read)
+  words = "--prompt a --max-new-tokens 128"
+  told = "the model has 128 positions, got 128"
+  refuses((f"generate {source} {words}", told) for source in ("run", "model"))
 
 
 def test_lengths_are_by_default_what_the_model_holds():
