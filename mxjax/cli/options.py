@@ -292,8 +292,8 @@ class _Formatter(argparse.HelpFormatter):
 
   def _get_help_string(self, action: argparse.Action) -> str | None:
     value = action.default
-    # None, False and lists are left out: no default, or one that the help describes.
-    is_left_out = value is None or isinstance(value, (bool, list))
+    # None, "", False and lists are no default, or one that the help describes.
+    is_left_out = value in (None, "") or isinstance(value, (bool, list))
     if is_left_out or value == argparse.SUPPRESS or not action.option_strings:
       return action.help
     return f"{action.help}; default: %(default)s"

@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+from typing import Any
 
 from mxjax.cli import options as shared
 from mxjax.discovery.sandbox import jail
@@ -9,17 +10,26 @@ from mxjax.discovery.studies.arms import ARMS
 
 FLAG = argparse.BooleanOptionalAction
 """So that the command line can take back what a file of options says."""
+ENDPOINT, EXECUTION = "the endpoint of llm, or its cassette", "how candidates run"
+"""Titles of groups to which several functions add."""
+
+
+def _group(parser: argparse.ArgumentParser, title: str) -> Any:
+  """Returns the group of that title, to which several functions here add."""
+  known = {group.title: group for group in parser._action_groups}
+  return known.get(title) or parser.add_argument_group(title)
 
 
 def add_config(parser: argparse.ArgumentParser, verb: str) -> None:
   """Adds the file of options of a verb, and single lines of one."""
-  parser.add_argument(
+  add = _group(parser, "options from a file").add_argument
+  add(
     "--config",
     metavar="FILE",
     help=f"a TOML file with options of `{verb}` under their names here; options of the "
     "command line win",
   )
-  parser.add_argument(
+  add(
     "--set",
     metavar="KEY=VALUE",
     action="append",
@@ -30,13 +40,14 @@ def add_config(parser: argparse.ArgumentParser, verb: str) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
   """Adds limits of what the proposer may use."""
-  parser.add_argument(
+  add = _group(parser, ENDPOINT).add_argument
+  add(
     "--max-tokens",
     type=shared.whole(1),
     metavar="N",
     help="end the run after the answer with which the proposer has used N, in and out",
   )
-  parser.add_argument(
+  add(
     "--max-cost",
     type=shared.amount,
     metavar="DOLLARS",
@@ -46,7 +57,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
   """Adds what executes candidates; a run may be resumed with other workers."""
-  add = parser.add_argument
+  add = _group(parser, EXECUTION).add_argument
   add("--workers", type=shared.whole(1), default=1, metavar="N", help="processes")
   add("--ray", action=FLAG, help="workers on a Ray cluster")
   add(
@@ -61,7 +72,8 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 def add_task(parser: argparse.ArgumentParser) -> None:
   """Adds what is searched and how."""
-  add, whole = parser.add_argument, shared.whole(1)
+  group, whole = _group(parser, "the task"), shared.whole(1)
+  add = group.add_argument
   add(
     "--task",
     default="ptq",
@@ -74,12 +86,20 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   told = "model of the ptq task on which a gain must hold to be built upon"
   add("--transfer-model", metavar="MODEL", help=told)
   told = "compute dtype of the models of the ptq task; float32 when omitted"
-  shared.add(parser, "--dtype", help=told)
+  shared.add(group, "--dtype", help=told)
+  told = "the program to begin from: a file, or gptq, wush or hires for the ptq task; "
+  told += "the task's default program when omitted"
+  add("--start", default="", metavar="PROGRAM", help=told)
+  add(
+    "--holdout",
+    default="after",
+    choices=("after", "during", "off"),
+    help="when champions are measured on held-out data",
+  )
+  add = _group(parser, "the search").add_argument
   add("--budget", type=whole, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
-  told = "the program to begin from: a file, or gptq, wush or hires for the ptq task"
-  add("--start", default="", metavar="PROGRAM", help=told)
   told = "revise programs whose own change a verdict retired, by taking it back"
   add("--revise-retired", action=FLAG, default=True, help=told)
   add("--width", type=whole, default=1, help="proposals made from one state")
@@ -100,39 +120,42 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     action=FLAG,
     help="divide the 240 calls among candidates, controls and probes as the paper does",
   )
+  _add_proposer(parser)
+  add = _group(parser, EXECUTION).add_argument
   told = "how candidates are jailed"
   add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
-  add(
-    "--holdout",
-    default="after",
-    choices=("after", "during", "off"),
-    help="when champions are measured on held-out data",
-  )
-  _add_proposer(parser)
   flags = ("as_in_paper", "paper_allocation", "contested_accounts")
   parser.set_defaults(**dict.fromkeys(flags, False))
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
   """Adds what a folder may execute: it decides none of it itself."""
+  add = _group(parser, "what the folder may execute and ask").add_argument
   told = "the run's task, if it has code of its own that you trust"
-  parser.add_argument("--task", metavar="TASK", help=told)
+  add("--task", metavar="TASK", help=told)
   told = "the run's sandbox level, if you trust its programs to run so"
-  parser.add_argument("--sandbox", default="strict", choices=jail.LEVELS, help=told)
+  add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
   told = "the run's endpoint, if the key in your environment may go there"
-  parser.add_argument("--endpoint", metavar="URL", help=told)
+  add("--endpoint", metavar="URL", help=told)
   told = "the environment variable of that key, if the run has one of its own"
-  parser.add_argument("--key-variable", metavar="NAME", help=told)
+  add("--key-variable", metavar="NAME", help=told)
 
 
 def _add_proposer(parser: argparse.ArgumentParser) -> None:
-  add = parser.add_argument
+  add = _group(parser, "the proposer").add_argument
   add(
     "--proposer",
     default="embedded",
     metavar="KIND",
     help="embedded, llm, cassette or human",
   )
+  add(
+    "--contested-accounts",
+    action=FLAG,
+    help="embedded edits keep only explanations that need a control to separate them",
+  )
+  add("--answers", metavar="DIR", help="folder of the human queue")
+  add = _group(parser, ENDPOINT).add_argument
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
   seconds = {"type": shared.amount, "metavar": "SECONDS"}
@@ -151,11 +174,5 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
     help="dollars a million tokens, to count what llm costs",
   )
   add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
-  add(
-    "--contested-accounts",
-    action=FLAG,
-    help="embedded edits keep only explanations that need a control to separate them",
-  )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
-  add("--answers", metavar="DIR", help="folder of the human queue")

@@ -16,14 +16,14 @@ def add_parser(verbs: Any) -> None:
   """Adds the verb and its options."""
   told = "the paper's discovery studies: plan, run or resume, and tabulate"
   parser = verbs.add_parser("study", help=told, description=told)
-  add = parser.add_argument
-  add("name", choices=sorted(STUDIES), help="the study")
-  add(
+  parser.add_argument("name", choices=sorted(STUDIES), help="the study")
+  parser.add_argument(
     "--out",
     required=True,
     metavar="DIR",
     help="new or begun folder; studies in one folder share runs",
   )
+  add = parser.add_argument_group("the study").add_argument
   add("--plan", action=FLAG, default=False, help="tell the cost, start nothing")
   add(
     "--seeds",

@@ -15,8 +15,9 @@ def add_parser(verbs: Any) -> None:
   parser = verbs.add_parser("trial", help=told, description=told)
   steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
 
-  def step(name: str, told: str, run: Any) -> argparse.ArgumentParser:
-    made = steps.add_parser(name, help=told, description=told)
+  def step(name: str, told: str, run: Any, more: str = "") -> argparse.ArgumentParser:
+    example = f"Example: mxjax discover trial {name} runs/trial {more}".rstrip()
+    made = steps.add_parser(name, help=told, description=told, epilog=example)
     made.add_argument("folder", metavar="DIR", help="folder of the trial")
     made.add_argument(
       "--data",
@@ -27,13 +28,17 @@ def add_parser(verbs: Any) -> None:
     made.set_defaults(run=run)
     return made
 
-  freeze_ = step("freeze", "measure the margins of a plan and freeze it", freeze)
+  told = "measure the margins of a plan and freeze it"
+  plan = "--plan benchmarks/discovery_trial_world.toml"
+  freeze_ = step("freeze", told, freeze, plan)
   freeze_.add_argument("--plan", required=True, metavar="FILE", help="a TOML file")
   run_ = step("run", "run or resume runs of the plan, one after another", run)
   run_.add_argument("names", nargs="*", metavar="RUN", help="default: all")
-  close = step("close", "end runs where they stand, and score them held out", run)
+  told = "end runs where they stand, and score them held out"
+  close = step("close", told, run, "RUN")
   close.add_argument("names", nargs="+", metavar="RUN")
-  replay_ = step("replay", "replay the verdicts of the closed runs", replay)
+  told = "replay the verdicts of the closed runs"
+  replay_ = step("replay", told, replay, "--recorded")
   replay_.add_argument("names", nargs="*", metavar="RUN", help="default: all")
   replay_.add_argument(
     "--recorded", action="store_true", help="ask nobody: from recorded replies alone"
@@ -48,7 +53,8 @@ def add_parser(verbs: Any) -> None:
   for executing in (run_, close, replay_):
     add_trust(executing)
   step("tables", "print every table of a folder or of a packed trial", tables)
-  pack_ = step("pack", "pack a trial into one small archive", pack)
+  told = "pack a trial into one small archive"
+  pack_ = step("pack", told, pack, "--out runs/trial.tar.xz")
   pack_.add_argument("--out", required=True, metavar="FILE", help="such as a.tar.xz")
 
 

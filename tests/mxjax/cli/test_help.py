@@ -15,6 +15,7 @@ import pytest
 
 from mxjax import methods
 from mxjax.cli import completion
+from mxjax.cli.discover import EXAMPLES
 from mxjax.cli.main import GROUPS, build_parser, main
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -107,6 +108,37 @@ def test_commands_are_grouped_and_each_ends_in_an_example_that_parses(capsys):
     assert told.count(f"\n  {name:12}") == 1
     assert " ".join(helped(name, capsys).split()).endswith(f"Example: mxjax {words}")
     assert build_parser().parse_args(shlex.split(words)).command == name
+
+
+STEPS = ("freeze", "run", "close", "replay", "tables", "pack")
+
+
+@pytest.mark.parametrize(
+  "verbs", [*([verb] for verb in EXAMPLES), *(["trial", step] for step in STEPS)]
+)
+def test_each_verb_of_discover_ends_in_an_example_that_parses(verbs, capsys):
+  code, told = printed(["discover", *verbs, "--help"], capsys)
+  text, start = " ".join(told.out.split()), f"discover {' '.join(verbs)}"
+  assert code == 0
+  _, example = text.rsplit("Example: mxjax ", 1)
+  assert example.startswith(start)
+  assert build_parser().parse_args(shlex.split(example)).command == "discover"
+  # A default that is no text would be told as nothing.
+  assert not re.search(r"default:( -|$)", text)
+
+
+def test_options_of_a_search_are_grouped_as_those_of_other_commands(capsys):
+  for verb, alone in (("run", 2), ("plan", 1), ("study", 2)):
+    _, told = printed(["discover", verb, "--help"], capsys)
+    lines = told.out.splitlines()
+    titles = [line[:-1] for line in lines if re.fullmatch(r"[a-z][^ ].*:", line)]
+    searched = ["the task", "the search", "the proposer", "how candidates run"]
+    assert set(searched) | {"options from a file"} <= set(titles)
+    first = told.out.split("\noptions:\n")[1].split("\n\n")[0]
+    # The help itself, and the folder of what is written.
+    assert len(re.findall(r"^  -", first, re.M)) == alone
+    start = " ".join(told.out.split()).partition(" --start PROGRAM ")[2]
+    assert start.partition(" --")[0].endswith("default program when omitted")
 
 
 COMPLETED = {
