@@ -149,12 +149,17 @@ def _announcement(
   )
   text = lambda data: data or "embedded text"
   memory = numbers.size(planned.peak)
+  is_without_data = names and not any(methods.get(name).reads_data for name in names)
   lines = [
     f"method: {', '.join(names)}" if names else "",
     f"arithmetic: {config.dtype}",
     f"calibration: {shared.sequences(options)} x {options.length:,} tokens of "
     f"{text(options.calib)}, "
     f"seed {options.seed}",
+    f"{', '.join(names)} stores nothing that depends on calibration; the report's "
+    "errors of linears and the sanity gate read the first sequence"
+    if is_without_data
+    else "",
     f"test: {options.windows} x {options.window_length:,} tokens of "
     f"{text(options.data)}, {options.replicates} replicate(s)",
     f"expected memory: about {memory}, layers {'on disk' if on_disk else 'in memory'}",

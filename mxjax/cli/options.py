@@ -132,7 +132,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     type=whole(1),
     metavar="N",
     help=f"texts to calibrate on; default: {PAPER_SEQUENCES}, and {EMBEDDED_SEQUENCES} "
-    "of the embedded text, which has no more",
+    "of the embedded text, which has no more; 1 of `quantize --method rtn`, whose "
+    "codes depend on none",
   ),
   "--length": dict(
     type=whole(1),

@@ -1,6 +1,7 @@
 """`mxjax plan`: estimates the cost of quantizing a model from its config alone."""
 
 import argparse
+import functools
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -55,33 +56,39 @@ def run(options: argparse.Namespace) -> None:
   config = models.load_config(options.model, dtype=options.dtype)
   shared.fit_lengths(options, config.max_positions)
   axes = meshes.sizes(options.mesh) if options.mesh else {}
-  planned = plan.plan(
+  plan_of = functools.partial(
+    plan.plan,
     config,
-    sequences=shared.sequences(options),
     length=options.length,
     on_disk=stays_on_disk(config, options.on_disk),
     data=axes.get("data", 1),
     model=axes.get("model", 1),
   )
+  planned = plan_of(sequences=shared.sequences(options))
   stored = {one.name: plan.stored(config, one) for one in programs}
   if options.json:
     asked = {"stored": stored} if stored else {}
     print(json.dumps(planned.to_dict() | asked))
     return
   rate = estimates.products_a_second(planned.dtype)
-  seconds = {
-    name: estimates.expected_seconds(planned, [name], options.mesh, rate=rate)
-    for name in ("hires", *stored)
+  is_short = options.sequences is None and not axes
+  seconds = {}
+  for name in stored or ("hires",):
     # The plan does not count what their searches take.
-    if methods.base_name(name) not in estimates.LEARNING
-  }
+    if methods.base_name(name) in estimates.LEARNING:
+      continue
+    # As `quantize` reads it by default.
+    is_one = is_short and not methods.get(name).reads_data
+    read = plan_of(sequences=1) if is_one else planned
+    seconds[name] = estimates.expected_seconds(read, [name], options.mesh, rate=rate)
   if stored:
     output.print_table(_stored_table(stored, seconds))
   else:
     for table in _storage_tables(planned, inputs.model_name(options)):
       output.print_table(table)
   output.print_table(_cache_table(planned))
-  output.print_table(_work_table(planned, seconds["hires"]))
+  # Where methods are named, the table of what they store has the time of each.
+  output.print_table(_work_table(planned, None if stored else seconds["hires"]))
 
 
 def _stored_table(

@@ -4,6 +4,7 @@ import argparse
 import pathlib
 from typing import Any
 
+from mxjax import methods
 from mxjax.cli import options as shared
 
 
@@ -125,6 +126,10 @@ def run(options: argparse.Namespace) -> None:
   folder = pathlib.Path(options.out)
   mesh = inputs.mesh_of(options)
   builds.check_folder(folder, resume=options.resume)
+  reads_data = methods.get(options.method).reads_data
+  if options.sequences is None and mesh is None and not reads_data:
+    # The report's errors of linears and the sanity gate read no more.
+    options.sequences = 1
   prepared = inputs.prepare(options, [options.method], mesh)
   is_leader = processes.is_leader()
   tell = output.teller(options.log)

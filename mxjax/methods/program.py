@@ -95,6 +95,15 @@ class Program:
   """Whether `quantize_linear` may run in several threads, and with a result that is
   dropped: it changes neither the program nor its inputs. A subclass says so itself."""
 
+  @property
+  def reads_data(self) -> bool:
+    """Whether calibration data decides anything of what the program stores.
+
+    It does not in RTN, which neither recovers nor tunes. Of a program of another kind
+    nothing is known, so that it is said to.
+    """
+    return type(self) is not Program or bool(self.recover) or self.tune is not None
+
   def under(self, contract: Contract) -> Contract:
     """Returns the contract of the program's results, where `contract` is the given one.
 

@@ -1,6 +1,7 @@
 """What a stranger does wrong: every answer is one sentence, told before any work."""
 
 import argparse
+import json
 import os
 import pathlib
 import shutil
@@ -330,6 +331,30 @@ def test_the_folder_where_one_stands_has_a_name(place, mxjax, monkeypatch, tmp_p
   monkeypatch.chdir(tmp_path / "out/run")
   build = jobs.Build("..", "rtn", 0)
   assert build.folder(tmp_path) == tmp_path / "out/rtn-seed0"
+
+
+def test_rtn_reads_one_sequence_says_why_and_stores_the_same(place, tmp_path, capsys):
+  words = ["quantize", "model", "--method", "rtn", "--out", tmp_path / "out", *SIZES]
+  words += ["--calib", "model/text.txt", "--data", "model/text.txt", "--length", "32"]
+  assert main(list(map(str, words))) == 0
+  said = capsys.readouterr().err
+  assert "calibration: 1 x 32 tokens of model/text.txt" in said
+  assert (
+    "rtn stores nothing that depends on calibration; the report's errors of" in said
+  )
+  of = lambda folder: json.loads((folder / "result.json").read_text())[0]
+  # The other one read two sequences.
+  (ours, theirs) = of(tmp_path / "out"), of(place / "run")
+  assert ours["record"]["calibration"]["shape"] == [1, 32]
+  for key in ("perplexity", "size", "agreement"):
+    assert ours[key] == theirs[key]
+  errors = lambda row: [
+    linear["error_final"]
+    for layer in row["record"]["layers"]
+    for linear in layer["linears"].values()
+  ]
+  assert errors(ours) == errors(theirs)
+  assert ours["record"]["sanity"] == theirs["record"]["sanity"]
 
 
 def test_a_path_is_never_broken_into_lines(capsys):
