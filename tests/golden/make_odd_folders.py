@@ -40,9 +40,8 @@ def read(folder):
   ends = [config.eos_token_id, tokenizer.eos_token_id]
   if (folder / "generation_config.json").is_file():
     ends.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-  ids = {
-    end for one in ends for end in (one if isinstance(one, list) else [one]) if one
-  }
+  listed = [one if isinstance(one, list) else [one] for one in ends]
+  ids = {end for one in listed for end in one if end is not None}
   call = lambda text, **how: tokenizer(text, **how).input_ids
   prompt = None
   if tokenizer.chat_template:

@@ -64,6 +64,16 @@ def test_logits_are_those_of_transformers(odd):
   np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("ends", [0, [0, 257]])
+def test_an_id_of_zero_ends_a_text(tmp_path, ends):
+  folder = odd_folders.make(tmp_path / "model", 0)
+  generation = folder / "generation_config.json"
+  generation.write_text(json.dumps({"eos_token_id": ends}))
+  facts = make_odd_folders.read(folder)
+  assert 0 in facts["ends"]
+  check_text(folder, facts)
+
+
 @pytest.mark.skipif(not HAS_TORCH, reason="asks torch again; it is no dependency")
 def test_what_is_committed_is_what_transformers_says_here(tmp_path):
   for number in NUMBERS:
