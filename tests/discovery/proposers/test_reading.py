@@ -18,14 +18,22 @@ GOOD = json.dumps({"code": EDIT, "label": "a"})
 TICKS = json.dumps(
   {"code": EDIT.replace("return", f"# {FENCE}\n  return"), "label": "a"}
 )
+DRAFT = json.dumps({"code": "def mlp(x):\n  return 0 * x\n", "label": "draft"})
 SHAPES = {
   "bare": GOOD,
+  "indented": json.dumps(json.loads(GOOD), indent=2),
   "thinking tags": f"<think>hm {{x}}</think>\n{GOOD}",
   "thinking without its beginning": f"hm {GOOD[:9]}</think>\n{GOOD}",
   "thinking with code": f"<think>{FENCE}python\nx\n{FENCE}</think>\n{FENCE}json\n{GOOD}"
   f"\n{FENCE}",
   "code fence first": f"{FENCE}python\nx\n{FENCE}\n{FENCE}json\n{GOOD}\n{FENCE}",
   "upper case": f"{FENCE}JSON\n{GOOD}\n{FENCE}",
+  "code fence without a language": f"{FENCE}\n{GOOD}\n{FENCE}",
+  "fence of four": f"{FENCE}`json\n{GOOD}\n{FENCE}`",
+  "fence of tildes": f"~~~json\n{GOOD}\n~~~",
+  "fence that does not close": f"{FENCE}json\n{GOOD}",
+  "fence on one line": f"{FENCE}json {GOOD}{FENCE}",
+  "carriage returns": f"Here it is:\r\n{FENCE}json\r\n{GOOD}\r\n{FENCE}\r\n",
   "prose before": f"Here it is:\n{GOOD}",
   "prose after": f"{GOOD}\nHope this helps!",
   "byte order mark": "\ufeff" + GOOD,
@@ -34,6 +42,15 @@ SHAPES = {
     {"code": EDIT, "label": "a", "explanations": None, "residual": None, "plan": None}
   ),
   "another object first": f'{{"a": 1}} and then {GOOD}',
+  "a draft first": f"{DRAFT}\nThis is better:\n{GOOD}",
+  "the same twice": f"{GOOD}\n{GOOD}",
+  "in a list": f"[{GOOD}]",
+  "one brace too many": GOOD + "}",
+  "answer tags": f"<answer>{GOOD}</answer>",
+  "tags of a tool call": f"<tool_call>{GOOD}</tool_call>",
+  "marks of channels": f"<|channel|>analysis<|message|>hm<|end|>"
+  f"<|channel|>final<|message|>{GOOD}",
+  "mark of the end": f"{GOOD}<|im_end|>",
   "line breaks inside a string": '{"label": "a", "code": "' + EDIT + '"}',
   "code in a fence after it": f'{{"label": "a"}}\n{FENCE}python\n{EDIT}{FENCE}',
   "a trailing comma": GOOD[:-1] + ",}",
@@ -55,6 +72,29 @@ def test_an_answer_is_read_in_every_shape(text):
   made = proposal(text)
   assert made.label == "a"
   assert admit(made.source, TASK.interface).hooks["mlp"].endswith("jnp.roll(x, 1)")
+
+
+WHOLE = (
+  "thinking tags",
+  "thinking with code",
+  "code fence first",
+  "upper case",
+  "prose before",
+  "prose after",
+  "byte order mark",
+  "fence inside the source",
+  "nulls",
+)
+"""Shapes of which the answer is a part that another one can stand for."""
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_a_whole_module_is_read_in_every_shape(shape):
+  answer = {"source": f"{SOURCE}# {FENCE}\nA = 1\n", "label": "a", "explanations": None}
+  text = SHAPES[shape]
+  inside = next(one for one in (TICKS, GOOD, text) if one in text)
+  made = proposal(text.replace(inside, json.dumps(answer)))
+  assert (made.source, made.label) == (answer["source"], "a")
 
 
 def test_changed_hooks_and_plan_entries_are_merged_into_the_parent():
