@@ -2,9 +2,9 @@
 
   python benchmarks/attention_backward_cpu.py [--tokens 2048] [--repeats 7]
 
-Both sides differentiate one layer of SmolLM2-135M by its hidden states, as the Fisher
-pass does, in one process, in turns. "by JAX" differentiates the same forward pass
-operation by operation.
+Both sides differentiate one layer of SmolLM2-135M-Instruct by its hidden states, as the
+Fisher pass does, in one process, in turns. "by JAX" differentiates the same forward
+pass operation by operation.
 """
 
 import common

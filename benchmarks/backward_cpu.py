@@ -2,9 +2,9 @@
 
   python benchmarks/backward_cpu.py [--tokens 1024] [--repeats 7]
 
-Both sides differentiate one layer of SmolLM2-135M, rounded to nearest, as scale
-distillation does, in one process, in turns; "not moved" leaves the transposed operands
-of products to XLA. Products are in bfloat16 whatever the processor: without
+Both sides differentiate one layer of SmolLM2-135M-Instruct, rounded to nearest, as
+scale distillation does, in one process, in turns; "not moved" leaves the transposed
+operands of products to XLA. Products are in bfloat16 whatever the processor: without
 instructions for it the library takes float32, where there is nothing to move. Processor
 time is that of all threads.
 """

@@ -12,8 +12,8 @@
 
 `compare`, `checks` (variants of methods whose rank differs from the paper's),
 `reproduce`, `next` (hires-descent and each of its changes), `stages` and `tables` (a
-part of the paper's tables, see PARTS; of SmolLM2-135M if no family is named) call the
-product's own commands, as a person would. `rules` runs the controls under each
+part of the paper's tables, see PARTS; of SmolLM2-135M-Instruct if no family is named)
+call the product's own commands, as a person would. `rules` runs the controls under each
 scale rule, to see how much of what recovery repairs is the floor rule's shrinkage of
 block maxima. `smollm2` runs the methods on the fixed token ids of DATA: 8 x 2048
 calibration tokens of C4, 8 windows of WikiText-2 and 4 of C4 that calibration did not
@@ -209,9 +209,9 @@ def stages(options, made):
 def tables(options, made):
   """A part of the paper's tables in the paper's BF16, all on one set of builds.
 
-  Draw 0 of SmolLM2-135M is rows 0 to 7 of the reference protocol. The trained models
-  are calibrated on embedded text, with three perturbed replicates and windows of both
-  texts as short as those they were trained on.
+  Draw 0 of SmolLM2-135M-Instruct is rows 0 to 7 of the reference protocol. The trained
+  models are calibrated on embedded text, with three perturbed replicates and windows of
+  both texts as short as those they were trained on.
   """
   families = [name for name in options.families if name != "smollm2"]
   words = [PARTS[options.part], "--dtype", "bfloat16", *task_words(options)]
@@ -229,7 +229,7 @@ def tables(options, made):
     name = "tables_trained"
   else:
     calibration, unseen = common.split_c4(options.data, RUNS.resolve() / "c4")
-    words += ["--models", "SmolLM2-135M", "--c4", unseen]
+    words += ["--models", "SmolLM2-135M-Instruct", "--c4", unseen]
     words += ["--calib", calibration, "--sampling", "windows"]
     words += ["--sequences", 8, "--length", 2048, "--windows", 8]
     words += ["--window-length", 2048]

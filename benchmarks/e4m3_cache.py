@@ -3,10 +3,10 @@
   python benchmarks/e4m3_cache.py [llama qwen3 mistral olmo2 smollm2] --data FOLDER
 
 Each model, in float32, predicts WikiText-2 in windows of all its positions (8 of a
-small trained model; one of SmolLM2-135M, of 2,048 by default), with keys and values in
-float32 and in E4M3 for the same tokens: KL between the two in nats a token, by
-position; the share of predictions whose most likely token stays; and the divergence of
-HiRes from the float model with each cache. Then it continues eight beginnings of
+small trained model; one of SmolLM2-135M-Instruct, of 2,048 by default), with keys and
+values in float32 and in E4M3 for the same tokens: KL between the two in nats a token,
+by position; the share of predictions whose most likely token stays; and the divergence
+of HiRes from the float model with each cache. Then it continues eight beginnings of
 windows, 33 to 64 tokens long and in one batch, by 64 tokens with each: the share of
 tokens before the first that differs. HiRes is calibrated on 8 rows of C4 of 512 tokens.
 Errors of keys and values are those of the first layer's, relative in the mean square,

@@ -8,8 +8,8 @@ the whole operand, so a block's power of two relative to that must be absorbed b
 FP8 exponent. The test is the cast itself: a block passes if all its values return from
 FP8 unchanged. `float8_matmul` has one scale for a weight, and none for inputs.
 
-Operands are those of the embedded SmolLM2-135M: nearest MXFP4 of its 210 linears, as
-they are and behind the Hadamard-32 map, and of their inputs on real text.
+Operands are those of the embedded SmolLM2-135M-Instruct: nearest MXFP4 of its 210
+linears, as they are and behind the Hadamard-32 map, and of their inputs on real text.
 
 `sums` emulates those that keep only some leading bits, which is how Hopper's FP8
 instructions have been reported to add: within 32 products everything is aligned to the

@@ -52,7 +52,7 @@ TASK_FILES = {
 
 
 class Twins:
-  """The embedded SmolLM2-135M here and in torch, by a Hugging Face folder of it.
+  """The embedded SmolLM2-135M-Instruct here and in torch, by a folder made of it.
 
   Attributes:
     model, params, tokenizer: Ours.

@@ -4,7 +4,7 @@ Run it in the environment of benchmarks/harness_agreement.py:
 
   .venv-harness/bin/python benchmarks/harness_quantized.py --method hires
 
-Quantizes the embedded SmolLM2-135M on a few sequences, exports it with
+Quantizes the embedded SmolLM2-135M-Instruct on a few sequences, exports it with
 `mxjax export --format transformers`, and lets lm-evaluation-harness score the items
 with torch and the folder's own code; mxjax scores them with the checkpoint, both in
 float32. A sum in another order beside a boundary of an activation's scale or code moves

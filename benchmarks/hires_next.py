@@ -4,9 +4,9 @@
     [--model models/trained/llama] [--runs DIR]
 
 Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
-documents in the file, of 2,048 tokens for SmolLM2-135M and of 512 for a small trained
-model. Windows to measure on have the same length, 8 of each text (16 for a small
-model), and there are four kinds of text, none of which any draw reads:
+documents in the file, of 2,048 tokens for SmolLM2-135M-Instruct and of 512 for a small
+trained model. Windows to measure on have the same length, 8 of each text (16 for a
+small model), and there are four kinds of text, none of which any draw reads:
 
   WikiText-2   the test set from its start
   C4           rows 40 and on of the documents
@@ -135,7 +135,7 @@ class Texts:
 
 
 def texts(data, german, source=None):
-  """The texts of a model, by its own tokenizer; of SmolLM2-135M without `source`."""
+  """The texts of a model by its own tokenizer; without `source` of the embedded one."""
   tokenizer = models.load_tokenizer(source)
   length, count = (SMALL, WINDOWS) if source else (LENGTH, 8)
   sources = {}
@@ -419,7 +419,7 @@ def main():
   parser = common.parser(__doc__, data=True, out=False)
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
-  parser.add_argument("--model", help="a folder; SmolLM2-135M if omitted")
+  parser.add_argument("--model", help="a folder; SmolLM2-135M-Instruct if omitted")
   parser.add_argument("--german", type=pathlib.Path, default=GERMAN)
   parser.add_argument("--out", type=pathlib.Path, help="results/hires_next*.json")
   parser.add_argument("--compiled", help="a folder of compiled programs to keep")

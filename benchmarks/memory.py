@@ -2,10 +2,10 @@
 
   python benchmarks/memory.py
 
-SmolLM2-135M is loaded and its bytes are counted in the arrays. For the paper's 8B and
-32B models the same count is made of shapes alone. `mxjax plan` predicts all of them
-from their configs, and stands beside. The price of a packed embedding (and tied head)
-is shown on the float model, where nothing else is quantized; that of bfloat16
+SmolLM2-135M-Instruct is loaded and its bytes are counted in the arrays. For the paper's
+8B and 32B models the same count is made of shapes alone. `mxjax plan` predicts all of
+them from their configs, and stands beside. The price of a packed embedding (and tied
+head) is shown on the float model, where nothing else is quantized; that of bfloat16
 refinement tables on one-code linears with random rotations.
 """
 
@@ -111,8 +111,8 @@ def main():
   nearest = prefill_cpu.quantize(params, "nearest")
   whole = with_recovery(hires, model.config)
   sizes_ = {
-    "SmolLM2-135M, nearest": rows_of(pack(nearest)),
-    "SmolLM2-135M, HiRes": rows_of(pack(whole), plan.plan(model.config)),
+    "SmolLM2-135M-Instruct, nearest": rows_of(pack(nearest)),
+    "SmolLM2-135M-Instruct, HiRes": rows_of(pack(whole), plan.plan(model.config)),
   }
   for name in PREDICTED:
     config = families.from_hf_config(json.loads(CONFIGS.read_text())[name])

@@ -4,10 +4,10 @@
 
 Each model is quantized twice a draw on the same tokens, with maps and tables stored in
 float32, as in the paper, and in bfloat16. Small models are calibrated on 16 x 256
-tokens and measured on 16 x 256, SmolLM2-135M on 4 x 512 and on 4 x 512. The noise
-of a measure is its standard deviation over the draws in float32; bfloat16 holds where
-the mean of its paired differences is within that. Their t interval is beside it. The
-result file is rewritten after every build, and builds already in it are kept.
+tokens and measured on 16 x 256, SmolLM2-135M-Instruct on 4 x 512 and on 4 x 512. The
+noise of a measure is its standard deviation over the draws in float32; bfloat16 holds
+where the mean of its paired differences is within that. Their t interval is beside it.
+The result file is rewritten after every build, and builds already in it are kept.
 """
 
 import statistics

@@ -4,8 +4,8 @@ Run it in the environment of benchmarks/harness_agreement.py:
 
   .venv-harness/bin/python benchmarks/perplexity_agreement.py [--windows 2]
 
-The embedded SmolLM2-135M, saved as a Hugging Face folder, on fixed token ids of
-WikiText-2 (test) and C4, in float32 and in bfloat16 arithmetic on both sides. Exits
+The embedded SmolLM2-135M-Instruct, saved as a Hugging Face folder, on fixed token ids
+of WikiText-2 (test) and C4, in float32 and in bfloat16 arithmetic on both sides. Exits
 with 1 where a float32 perplexity differs by more than 1e-4 of itself.
 
 In bfloat16, torch on a CPU approximates the exponential of attention to 1e-4. So

@@ -1,4 +1,4 @@
-"""Prefill of SmolLM2-135M on CPU: quantized forwards beside the float32 one.
+"""Prefill of SmolLM2-135M-Instruct on CPU: quantized forwards beside the float32 one.
 
   python benchmarks/prefill_cpu.py [--tokens 512] [--rounds 5]
 

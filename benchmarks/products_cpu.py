@@ -2,8 +2,8 @@
 
   python benchmarks/products_cpu.py [--tokens 1024] [--rounds 15]
 
-The shapes are those of a layer of SmolLM2-135M. Both dtypes run in turn in one process;
-`implementations.product_dtype` chooses one by the processor.
+The shapes are those of a layer of SmolLM2-135M-Instruct. Both dtypes run in turn in one
+process; `implementations.product_dtype` chooses one by the processor.
 """
 
 import functools

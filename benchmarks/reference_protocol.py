@@ -1,4 +1,4 @@
-"""The reference protocol on SmolLM2-135M: fixed token ids in, one result file out.
+"""The reference protocol on SmolLM2-135M-Instruct: fixed ids in, one result file out.
 
   python benchmarks/reference_protocol.py [--builds NAME ...] [--replicates 3]
 

@@ -5,7 +5,8 @@
 Memory is what a run on a mesh holds at once, by the rule of thumb of `mxjax plan`.
 Operations are counted: products of the model passes, raw Hessians, GPTQ, its factors.
 Rates are those of the HiRes row of benchmarks/results/reference_protocol.json,
-operations of SmolLM2-135M by the seconds of its stages; nothing is measured here.
+operations of SmolLM2-135M-Instruct by the seconds of its stages; nothing is measured
+here.
 """
 
 import json

@@ -2,9 +2,9 @@
 
   python benchmarks/two_sided_cpu.py [--repeats 5]
 
-Both sides round linears of SmolLM2-135M's shapes, as `hires-next` does, in one process,
-in turns. Weights and moments are random; `loss` is that of the kernel's codes over that
-of XLA's, whose sums run in another order.
+Both sides round linears of SmolLM2-135M-Instruct's shapes, as `hires-next` does, in one
+process, in turns. Weights and moments are random; `loss` is that of the kernel's codes
+over that of XLA's, whose sums run in another order.
 """
 
 import common

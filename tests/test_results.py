@@ -127,9 +127,9 @@ def test_the_page_of_learned_maps_tells_the_row_of_smollm2():
     for text, values in row["texts"].items()
   }
   told = re.search(
-    r"KL is \.(\d+) on WikiText-2 and \.(\d+)\s+on C4, which is (\d+) and (\d+) % "
+    r"KL is \.(\d+) on WikiText-2 and \.(\d+) on C4, which is (\d+) and (\d+) % "
     r"below HiRes, and (\d+) and (\d+) % above `hires-next`",
-    page,
+    " ".join(page.split()),
   )
   assert told
   texts = "WikiText-2", "C4"

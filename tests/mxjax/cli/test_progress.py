@@ -205,7 +205,7 @@ MEASURED = {
   ("hires", 4, 256): 72,
   ("hires", 8, 512): 90,
 }
-"""Seconds of SmolLM2-135M on one core of 104 GFLOP/s, with one test window of 256."""
+"""Seconds of SmolLM2-135M-Instruct on a core of 104 GFLOP/s, with one window of 256."""
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
