@@ -84,6 +84,17 @@ def test_the_readme_shows_what_its_example_printed():
   assert shown[1].splitlines() == json.loads(result.read_text())["prints"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+def test_the_pages_tell_what_the_demo_takes(page):
+  result = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
+  text = " ".join((ROOT / page).read_text().split())
+  seconds = result["processor_seconds"]
+  assert f"{seconds:.0f} seconds of processor time" in text
+  # Two cores that are always busy, and one core alone.
+  least, most = (f"{seconds / 60 / cores:.1f}" for cores in (2, 1))
+  assert f"{least} to {most} minutes on two idle cores" in text
+
+
 def test_the_imports_of_the_readme_work():
   code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
   assert code is not None

@@ -14,7 +14,7 @@ FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 """Those of GPUs, in a folder of their own, come from a machine that is lent whole."""
 OLDER = {
   "no command": {
-    *("demo", "export_roundtrip", "harness_quantized", "hires_build"),
+    *("export_roundtrip", "harness_quantized", "hires_build"),
     *("hostile_programs", "perplexity_agreement_bfloat16", "plan_memory"),
     *("reference_protocol", "studies_payoff_noisy", "studies_payoff_plain"),
     "studies_world",
