@@ -27,12 +27,12 @@ from mxjax.evaluation.subjects import (
   evaluation_steps,
 )
 from mxjax.layers import sizes
-from mxjax.methods import reused
+from mxjax.methods import finished_linears
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run import folder as run_folder
 from mxjax.run import progress, quantize
-from mxjax.storage import atomic_io, checkpoint, layer_store, sealed
+from mxjax.storage import atomic_io, checkpoint, digested_json, layer_store
 
 RUN = "run"
 """Name of the subfolder with a run's state and finished layers."""
@@ -350,26 +350,26 @@ def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
       mend="leave the option out",
     )
   start = run_folder.read_state(run)["identity"]
-  theirs, key = made["name"], reused.build_key(program)
+  theirs, key = made["name"], finished_linears.build_key(program)
   tokens = token_fingerprint(prepared.tokens)
   tokens_differ = start["calibration"]["fingerprint"] != tokens
   model_differs = start["model"] != subject.model.config.to_dict()
   # After the config, because the digest reads all weights.
   model_differs = model_differs or start["weights"] != params_digest(subject.params)
   is_other = tokens_differ or model_differs or key is None
-  if is_other or reused.build_key(methods.get(theirs)) != key:
-    told = lambda differs: "other" if differs else "the same"
+  if is_other or finished_linears.build_key(methods.get(theirs)) != key:
+    word = lambda differs: "other" if differs else "the same"
     raise ValueRefusal(
       "quantize",
       expected=f"--linears of a build that differs from {method} only in recovery, on "
       "the same tokens and weights",
-      got=f"{theirs} on {told(tokens_differ)} tokens and {told(model_differs)} weights "
+      got=f"{theirs} on {word(tokens_differ)} tokens and {word(model_differs)} weights "
       f"in {options.linears}",
       mend="leave the option out",
     )
   contract = program.under(PAPER_CONTRACT)
   params = checkpoint.load(folder, contract=contract, products=None)[1]
-  return reused.reuse(program, params)
+  return finished_linears.reuse(program, params)
 
 
 def save_checkpoint(
@@ -401,7 +401,7 @@ def remove_unfinished(folder: pathlib.Path) -> None:
 
   The list of what it once finished goes too: the run that goes on writes a new one.
   """
-  (folder / sealed.OUTPUTS).unlink(missing_ok=True)
+  (folder / digested_json.OUTPUTS).unlink(missing_ok=True)
   for place in folder.glob(f"*{atomic_io.PARTIAL}*"):
     if place.is_dir():
       shutil.rmtree(place)
@@ -429,4 +429,4 @@ def finish(
       files=("result.json", "result.csv"),
     )
     # Last, because it lists the digests of the files before it.
-    sealed.write_outputs(folder)
+    digested_json.write_outputs(folder)

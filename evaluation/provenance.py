@@ -31,7 +31,7 @@ def forms(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns what the rows of a result are, such as `strict MXFP4 W4A4`."""
   good = [row for row in rows if "error" not in row]
   found = {row.get("record", {}).get("form", "W4A4") for row in good} or {"W4A4"}
-  return "; ".join(told for form, told in FORMS.items() if form in found)
+  return "; ".join(text for form, text in FORMS.items() if form in found)
 
 
 def source(model: str) -> str | None:

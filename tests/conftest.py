@@ -42,7 +42,7 @@ LONGEST_FIRST = (
   "loading/test_trained.py",
   "calibration/test_flax_model.py",
   "ptq/test_ptq.py",
-  "tables/test_reproducing.py",
+  "tables/test_reproduction.py",
   "run/test_quantize.py",
   "examples/test_examples.py",
   "cli/test_distributed.py",

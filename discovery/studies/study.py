@@ -28,7 +28,7 @@ from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER, STUDIES
 from mxjax.errors import ValueRefusal
 from mxjax.storage import atomic_io
 
-Told = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,7 @@ class Folder:
 
 
 def conduct(
-  folder: Folder, name: str, tell: Told, *, seeds: Sequence[int] = ()
+  folder: Folder, name: str, tell: Tell, *, seeds: Sequence[int] = ()
 ) -> dict[str, Any]:
   """Runs or resumes one of `STUDIES`; returns its results, JSON-ready.
 

@@ -202,8 +202,8 @@ def summary_table(runs: Sequence[Run]) -> str:
       noise = [_perplexity_range(run, name) for run in runs]
       for index, run in enumerate(runs):
         if spread := run["perplexity"].get(name, {}).get("spread"):
-          told = f"± {numbers.number(spread / 2)} by replicates"
-          noise[index] = "; ".join(filter(None, (noise[index], told)))
+          spread_text = f"± {numbers.number(spread / 2)} by replicates"
+          noise[index] = "; ".join(filter(None, (noise[index], spread_text)))
       written = [
         f"{cell}<small>{html.escape(span)}</small>" if span else cell
         for cell, span in zip(written, ["", *noise], strict=True)
@@ -264,8 +264,8 @@ def verdict(runs: Sequence[Run]) -> str:
     beside = {"the float model": run["float_perplexity"].get(name)}
     if plain:
       beside["RTN"] = plain["perplexity"].get(name, {}).get("mean")
-    told = [f"{numbers.number(v)} of {k}" for k, v in beside.items() if v is not None]
-    said += f", beside {' and '.join(told)}" if told else ""
+    parts = [f"{numbers.number(v)} of {k}" for k, v in beside.items() if v is not None]
+    said += f", beside {' and '.join(parts)}" if parts else ""
     parts.append(said + _against_baseline(run, plain, name))
   if compared := run.get("agreement"):
     said = (

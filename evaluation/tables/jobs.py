@@ -21,8 +21,8 @@ from mxjax.evaluation.tables.declared import MEASURES, Declared
 from mxjax.evaluation.tables.settings import Settings
 from mxjax.evaluation.tasks.tasks import SEVEN
 from mxjax.intake.reading import read_json
-from mxjax.methods import reused
-from mxjax.storage import atomic_io, sealed
+from mxjax.methods import finished_linears
+from mxjax.storage import atomic_io, digested_json
 
 BUILD = "build"
 STORE = "store"
@@ -72,7 +72,7 @@ class Job(NamedTuple):
     """Whether the file that it writes last is there."""
     place = self.place(out)
     if self.what == BUILD:
-      return (place / sealed.OUTPUTS).is_file()
+      return (place / digested_json.OUTPUTS).is_file()
     return (place if self.what in MEASURES else place / "evaluation.json").is_file()
 
   def clear(self, out: pathlib.Path) -> None:
@@ -125,7 +125,7 @@ def linears_key(build: Build) -> str | None:
   """Returns what decides a build's linears; None if nothing may be shared."""
   if build.method == FLOAT:
     return None
-  return reused.build_key(methods.get(build.method))
+  return finished_linears.build_key(methods.get(build.method))
 
 
 def shared_linears(

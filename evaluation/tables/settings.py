@@ -163,13 +163,13 @@ def check_settings(
   # As the file gives it back: tuples are lists there.
   now = json.loads(json.dumps(given))
   if differs := [n for n in {**there, **now} if there.get(n) != now.get(n)]:
-    told = lambda values: ", ".join(f"{n} {_told(values.get(n))}" for n in differs)
+    listed = lambda values: ", ".join(f"{n} {_text(values.get(n))}" for n in differs)
     raise ValueRefusal(
-      place, expected=f"what was made with {told(now)}", got=told(there), mend=mend
+      place, expected=f"what was made with {listed(now)}", got=listed(there), mend=mend
     )
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
   text = "none" if value is None else str(value)
   return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -21,7 +21,7 @@ from mxjax.numerics.recovery import mlp_recovery
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.run import folder as run_folder
-from mxjax.storage import checkpoint, sealed
+from mxjax.storage import checkpoint, digested_json
 from mxjax.storage.atomic_io import damaged_files, file_names
 from mxjax.storage.tree_io import walk
 
@@ -246,7 +246,9 @@ def _check_output_folder(
     vouched |= _check_run_folder(folder / "run", manifest, audit)
   # `mxjax import` writes a checkpoint alone, which vouches for itself.
   if {*file_names(folder)} - vouched:
-    audit.faults += [f"{text}." for text in sealed.output_faults(folder, vouched)]
+    audit.faults += [
+      f"{text}." for text in digested_json.output_faults(folder, vouched)
+    ]
 
 
 def _check_run_folder(

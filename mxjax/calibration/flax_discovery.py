@@ -12,7 +12,7 @@ from mxjax.calibration import flax_calls
 from mxjax.errors import ValueRefusal
 
 
-class Found(NamedTuple):
+class DenseCall(NamedTuple):
   """A dense layer that was called, with the identity of each tensor it read."""
 
   path: str
@@ -63,9 +63,9 @@ def _trace(
   is_layer: Callable[[str], Any],
   modules: Mapping[str, Any],
   *args: Any,
-) -> tuple[list[Found], list[LayerCall]]:
+) -> tuple[list[DenseCall], list[LayerCall]]:
   """Lists the dense layers and the layers that `run(visit, *args)` calls, in order."""
-  found: dict[str, Found] = {}
+  found: dict[str, DenseCall] = {}
   layers: list[LayerCall] = []
   kept: list[Any] = []  # An id is that of one tensor while the tensor lives.
 
@@ -83,7 +83,7 @@ def _trace(
       # all are.
       before = found[path].tensors if path in found else ()
       tensors = (*before, id(dense.x))
-      found[path] = Found(path, tensors, dense.kernel.shape, dense.inputs)
+      found[path] = DenseCall(path, tensors, dense.kernel.shape, dense.inputs)
     return run(*args, **kwargs)
 
   # Traced and not computed: the visit sees shapes and the identity of tensors.
@@ -91,7 +91,7 @@ def _trace(
   return list(found.values()), layers
 
 
-def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> None:
+def _check_chain(layers: list[LayerCall], pattern: str, dense: list[DenseCall]) -> None:
   if not layers:
     named = ", ".join(one.path for one in dense) or "none"
     raise ValueRefusal(
@@ -238,7 +238,7 @@ def merge_arrays(arrays: list[Any], rest: Any) -> Any:
 
 def _inside(
   prefix: str,
-  dense: list[Found],
+  dense: list[DenseCall],
   rules: Mapping[str, Any],
   rule_of: Mapping[str, str | None],
 ) -> dict[str, Linear]:

@@ -26,7 +26,7 @@ from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Para
 from mxjax.devices.environment import differing, environment
 from mxjax.devices.placement import ONE_DEVICE
 from mxjax.errors import TypeRefusal
-from mxjax.storage import sealed
+from mxjax.storage import digested_json
 from mxjax.storage.atomic_io import read_checked, write_checked, write_json
 from mxjax.storage.tree_io import array_sha256, leaves_by_path
 
@@ -168,7 +168,7 @@ class CalibrationStore:
     here = json.loads(json.dumps(environment(ONE_DEVICE, calib.model)))
     self._root = pathlib.Path(root)
     self._about: dict[str, Any] = {"content": content, "in": here}
-    key = hashlib.sha256(sealed.canonical(self._about).encode()).hexdigest()
+    key = hashlib.sha256(digested_json.canonical(self._about).encode()).hexdigest()
     # 64 bits tell the folders of one store apart; what is in them is in `ABOUT`.
     self.path = self._root / key[:16]
 

@@ -32,8 +32,8 @@ def add_parser(commands: Any) -> None:
     metavar="NAMES",
     help="comma list of floor (the contract), even and rceil: every method under each",
   )
-  told = "a new folder, or that of an unfinished comparison to continue"
-  shared.add(parser, "--out", help=told)
+  help_text = "a new folder, or that of an unfinished comparison to continue"
+  shared.add(parser, "--out", help=help_text)
   shared.add(parser, "--on-disk", "--dtype")
   shared.add_run(parser)
   parser.set_defaults(run=run)

@@ -32,8 +32,8 @@ def add_parser(commands: Any) -> None:
     description="Measures perplexity of a model, or tasks with --tasks.",
   )
   shared.add(parser, "source")
-  told = "the float model, for --operator-error and --agreement"
-  parser.add_argument("--model", metavar="MODEL", help=told)
+  help_text = "the float model, for --operator-error and --agreement"
+  parser.add_argument("--model", metavar="MODEL", help=help_text)
   shared.add(parser, "--storage", "--dtype")
   shared.add(parser.add_argument_group("devices"), "--mesh")
   shared.add(parser.add_argument_group("evaluation"), *shared.EVALUATION)

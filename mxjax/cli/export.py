@@ -95,8 +95,8 @@ def add_parser(commands: Any) -> None:
   add("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file")
   group = parser.add_argument_group("measuring")
   shared.add(group, "--data", help="the embedded text when omitted")
-  told = "0 measures nothing, where nothing is dropped"
-  shared.add(group, "--windows", type=shared.whole(0), help=told)
+  help_text = "0 measures nothing, where nothing is dropped"
+  shared.add(group, "--windows", type=shared.whole(0), help=help_text)
   shared.add(group, "--window-length")
   shared.add(parser, "--json")
   parser.set_defaults(run=run, unset={"dtype": parser.get_default("dtype")})
@@ -190,8 +190,8 @@ def run(options: argparse.Namespace) -> None:
   if options.json:
     print(json.dumps(manifest))
     return
-  for name, told in card.perplexities(record.get("evaluation")).items():
-    output.say(f"{name}: {told}")
+  for name, perplexity in card.perplexities(record.get("evaluation")).items():
+    output.say(f"{name}: {perplexity}")
   output.say(f"activations: {manifest['activations']}")
   output.say(f"wrote {options.format}: {out}")
 

@@ -241,12 +241,12 @@ def task_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _task_lines() -> Callable[[str, int, int], None]:
-  tell, told = teller("bars"), set()
+  tell, shown = teller("bars"), set()
 
   def update(name: str, done: int, total: int) -> None:
     stage(f"{name}, {done}/{total}")
-    if name not in told or done == total:
-      told.add(name)
+    if name not in shown or done == total:
+      shown.add(name)
       tell(f"{name}: {done}/{total}")
 
   return update

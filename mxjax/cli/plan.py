@@ -30,8 +30,8 @@ def add_parser(commands: Any) -> None:
   )
   shared.add(parser, "model", "--sequences", "--length", "--on-disk")
   shared.add(parser, "--dtype")
-  told = "memory of one of several devices: data=4,model=2"
-  shared.add(parser, "--mesh", help=told)
+  help_text = "memory of one of several devices: data=4,model=2"
+  shared.add(parser, "--mesh", help=help_text)
   parser.add_argument(
     "--method",
     metavar="NAMES",

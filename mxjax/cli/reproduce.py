@@ -28,24 +28,26 @@ def add_parser(commands: Any) -> None:
   )
   add = parser.add_argument
   add("tables", metavar="TABLES", help=f"comma list of {', '.join(TABLES)}, or all")
-  told = f"comma list of folders or hub ids; {DEFAULT_MODEL} is embedded"
-  add("--models", metavar="NAMES", help=told)
-  told = "folder of all builds and tables, new or of an earlier reproduction"
-  shared.add(parser, "--out", required=False, help=told)
-  told = "print tables of these results of `evaluate --tasks` instead; may be repeated"
-  add("--results", metavar="PLACE", action="append", default=[], help=told)
+  help_text = f"comma list of folders or hub ids; {DEFAULT_MODEL} is embedded"
+  add("--models", metavar="NAMES", help=help_text)
+  help_text = "folder of all builds and tables, new or of an earlier reproduction"
+  shared.add(parser, "--out", required=False, help=help_text)
+  help_text = (
+    "print tables of these results of `evaluate --tasks` instead; may be repeated"
+  )
+  add("--results", metavar="PLACE", action="append", default=[], help=help_text)
   add("--plan", action="store_true", help="print what it would take, and start nothing")
-  told = "calibration draws instead of the paper's"
-  add("--seeds", type=shared.whole_list, metavar="LIST", help=told)
-  told = (
+  help_text = "calibration draws instead of the paper's"
+  add("--seeds", type=shared.whole_list, metavar="LIST", help=help_text)
+  help_text = (
     f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}, or "
     "rows by their labels, in double quotes where they hold a comma"
   )
-  add("--without", metavar="NAMES", help=told)
-  told = "make a row of this method, such as one of fewer steps; may be repeated"
-  add("--instead", metavar="ROW=METHOD", action="append", default=[], help=told)
-  told = "share hidden states and Hessians between builds, on disk"
-  add("--store", action=argparse.BooleanOptionalAction, default=True, help=told)
+  add("--without", metavar="NAMES", help=help_text)
+  help_text = "make a row of this method, such as one of fewer steps; may be repeated"
+  add("--instead", metavar="ROW=METHOD", action="append", default=[], help=help_text)
+  help_text = "share hidden states and Hessians between builds, on disk"
+  add("--store", action=argparse.BooleanOptionalAction, default=True, help=help_text)
   _add_settings(parser)
   _add_studies(
     parser.add_argument_group(
@@ -66,22 +68,24 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
   add = group.add_argument
   whole = shared.whole(1)
   add("--items", type=whole, metavar="N", help="first items of each task only")
-  told = "first windows of wikitext2 and c4 only"
-  shared.add(group, "--windows", default=None, help=told)
+  help_text = "first windows of wikitext2 and c4 only"
+  shared.add(group, "--windows", default=None, help=help_text)
   shared.add(group, "--window-length")
   add("--task-source", choices=("embedded", "hub"), default="hub", help="of items")
   add("--wikitext2", metavar="DATA", help="instead of the hub's; embedded, or a file")
   add("--c4", metavar="DATA", help="instead of the hub's; embedded, or a file")
-  told = "sequences for local errors, which calibration did not see"
-  add("--local-sequences", type=whole, metavar="N", default=512, help=told)
+  help_text = "sequences for local errors, which calibration did not see"
+  add("--local-sequences", type=whole, metavar="N", default=512, help=help_text)
   shared.add(group, "--replicates", "--operator-error", "--agreement")
 
 
 def _add_studies(group: Any) -> None:
   """Adds what the tables of discovery studies need."""
   add = group.add_argument
-  told = "what is searched: world, or MODEL,HELDOUT; then all holds the studies, too"
-  add("--studied", metavar="TASK", help=told)
+  help_text = (
+    "what is searched: world, or MODEL,HELDOUT; then all holds the studies, too"
+  )
+  add("--studied", metavar="TASK", help=help_text)
   add(
     "--study-calls",
     type=int,
@@ -154,10 +158,10 @@ def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
 
 
 def requested(options: argparse.Namespace) -> Any:
-  """Returns the `reproducing.Request` of options that `_check` has parsed."""
+  """Returns the `reproduction.Request` of options that `_check` has parsed."""
   from mxjax.evaluation.evaluating import TaskData
   from mxjax.evaluation.subjects import CalibrationSample
-  from mxjax.evaluation.tables.reproducing import Request
+  from mxjax.evaluation.tables.reproduction import Request
   from mxjax.evaluation.tables.settings import Settings
 
   shared.fit_lengths(options)
@@ -193,16 +197,16 @@ def requested(options: argparse.Namespace) -> Any:
 
 def run(options: argparse.Namespace) -> int:
   """Makes tables of builds, of discovery studies or of both; 1 if a cell failed."""
-  from mxjax.cli import reproducing
+  from mxjax.cli import reproduce_studies
 
-  return reproducing.run(options)
+  return reproduce_studies.run(options)
 
 
 def run_builds(options: argparse.Namespace) -> int:
   """Makes the tables of builds; returns 1 if a cell failed."""
   from mxjax.cli import output
   from mxjax.evaluation import results
-  from mxjax.evaluation.tables import page, reproducing, settings
+  from mxjax.evaluation.tables import page, reproduction, settings
 
   _check(options)
   request = requested(options)
@@ -212,9 +216,9 @@ def run_builds(options: argparse.Namespace) -> int:
   failures = {}
   if options.results:
     found = results.read(options.results)
-    made = reproducing.tables_of(request, found)
+    made = reproduction.tables_of(request, found)
   else:
-    planned, seconds = reproducing.planned(request, out)
+    planned, seconds = reproduction.planned(request, out)
     if options.plan:
       if options.json:
         print(json.dumps({**planned._asdict(), "seconds": seconds}))
@@ -223,13 +227,13 @@ def run_builds(options: argparse.Namespace) -> int:
       return 0
     assert out
     failures = _make(options, request, out, planned)
-    made, found = reproducing.tables_made(request, out, failures)
+    made, found = reproduction.tables_made(request, out, failures)
   if out:
     for path in page.write(out, made, found):
       print(path, file=sys.stderr)
   if options.json:
-    told = {str(build): message for build, message in failures.items()}
-    print(json.dumps({"tables": [t._asdict() for t in made], "failures": told}))
+    messages = {str(build): message for build, message in failures.items()}
+    print(json.dumps({"tables": [t._asdict() for t in made], "failures": messages}))
   else:
     print("\n".join(table.markdown() for table in made), end="")
   for build, message in failures.items():
@@ -246,7 +250,7 @@ def _make(
     KeyboardInterrupt: It was stopped; the message says how to go on.
   """
   from mxjax.cli import output, stopping, watching
-  from mxjax.evaluation.tables import reproducing
+  from mxjax.evaluation.tables import reproduction
   from mxjax.run.progress import Stopped
 
   tell = output.teller(options.log)
@@ -254,7 +258,7 @@ def _make(
     parts = zip(planned.head[1:], row[1:], strict=True)
     tell(f"{row[0]}: {'; '.join(f'{head}: {cell}' for head, cell in parts)}")
   try:
-    return reproducing.make(
+    return reproduction.make(
       request,
       out,
       keeps_store=options.store,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mxjax.numerics import implementations, mxfp4
-from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.jax_export import register_dataclass
 from mxjax.numerics.precision import float32_sums, rounded
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap

@@ -89,8 +89,10 @@ def warning(report: Mapping[str, Any]) -> str | None:
   if not report["quantized_linears"]["weights"] or total <= WARN_ABOVE * whole:
     return None
   found = {**report, **report["quantized_linears"], "total": None}
-  parts = sorted(((found[part], told) for part, told in _PARTS.items()), reverse=True)
-  shares = [f"{told} {size / total:.0%}" for size, told in parts if size >= total / 100]
+  parts = sorted(((found[part], label) for part, label in _PARTS.items()), reverse=True)
+  shares = [
+    f"{label} {size / total:.0%}" for size, label in parts if size >= total / 100
+  ]
   return (
     f"the quantized model takes {total / 2**20:.4g} MiB, {total / whole:.2f} of its "
     f"{whole / 2**20:.4g} MiB in bfloat16: {', '.join(shares)}. Maps and tables weigh "
@@ -100,6 +102,6 @@ def warning(report: Mapping[str, Any]) -> str | None:
 
 def warn(name: str, report: Mapping[str, Any]) -> str | None:
   """Logs the `warning` of a model made by the method `name`, and returns it."""
-  if told := warning(report):
-    logging.getLogger("mxjax").warning("%s: %s", name, told)
-  return told
+  if text := warning(report):
+    logging.getLogger("mxjax").warning("%s: %s", name, text)
+  return text

@@ -55,17 +55,17 @@ def _text(cls: type) -> str:
     function = getattr(value, "fget", getattr(value, "__func__", value))
     code = getattr(function, "__code__", None)
     if code is not None:
-      texts.append(f"{name}: {_told(code)}")
+      texts.append(f"{name}: {_description(code)}")
     elif isinstance(value, bool | int | float | str) and not name.startswith("__"):
       texts.append(f"{name} = {value!r}")
   return "\n".join(texts)
 
 
-def _told(code: CodeType) -> str:
+def _description(code: CodeType) -> str:
   """Describes a code object by what it does, without the lines it came from."""
   # Sets are sorted, because the order of their texts differs between processes.
   constants = [
-    _told(one)
+    _description(one)
     if isinstance(one, CodeType)
     else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
     for one in code.co_consts

@@ -39,7 +39,7 @@ FLOAT8: Capability = (8, 9)
 
 _NO_CPU_KERNEL = "this operation has no kernel for CPUs"
 _NO_GPU_KERNEL = "this operation has no kernel for GPUs"
-_told: set[str] = set()
+_named: set[str] = set()
 """Operations of which a fallback was logged."""
 
 
@@ -217,8 +217,8 @@ def choose(
     if obstacle is None:
       return "xla" if fastest in slower else fastest
     # What has no kernel on this platform cannot fall back from it.
-    if obstacle not in (_NO_CPU_KERNEL, _NO_GPU_KERNEL) and place not in _told:
-      _told.add(place)
+    if obstacle not in (_NO_CPU_KERNEL, _NO_GPU_KERNEL) and place not in _named:
+      _named.add(place)
       level = logging.INFO if is_cpu else logging.WARNING
       LOGGER.log(level, "%s runs through XLA, not by a kernel: %s", place, obstacle)
     return "xla"

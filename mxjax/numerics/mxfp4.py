@@ -26,7 +26,7 @@ from jax import lax
 from mxjax import compilation
 from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.numerics import float_bits
-from mxjax.numerics.exported import register_dataclass
+from mxjax.numerics.jax_export import register_dataclass
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""

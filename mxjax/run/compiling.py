@@ -59,9 +59,9 @@ def compile_together(
       weight = jnp.asarray(layer[block][linear]["weight"])
       group = groups[setup.model.projection_taps[block, linear]]
       inputs = captured.inputs(block, linear, group)
-      leaf, told = setup.program.quantize_linear(weight, inputs)
+      leaf, hook_record = setup.program.quantize_linear(weight, inputs)
       # Its probe is a program of this shape, too.
-      linear_record(weight, leaf, inputs, told, probe=setup.probe)
+      linear_record(weight, leaf, inputs, hook_record, probe=setup.probe)
 
   with ThreadPoolExecutor(min(len(weights), os.cpu_count() or 1)) as pool:
     started = {target: pool.submit(run, *target) for target in weights.values()}

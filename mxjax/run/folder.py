@@ -47,7 +47,7 @@ from mxjax.errors import (
   ValueRefusal,
 )
 from mxjax.intake.reading import TEXT_BYTES, refusing
-from mxjax.storage import atomic_io, sealed, tree_io
+from mxjax.storage import atomic_io, digested_json, tree_io
 
 STATE, LOCK = "state.json", "lock"
 FOLDERS = ("gradients", "layers", "prepared", "streams", "tuning")
@@ -61,7 +61,7 @@ _MEND = "put back an intact copy of the folder, or start again with another --ou
 # wrote could otherwise have a resume delete any file of this user.
 _PATTERN = rf"^({'|'.join(FOLDERS)})/[^/\\]+\.safetensors$"
 _Name = Annotated[str, pydantic.StringConstraints(pattern=_PATTERN)]
-_Files = dict[_Name, sealed.Entry]
+_Files = dict[_Name, digested_json.Entry]
 _OneFile = Annotated[_Files, pydantic.Field(min_length=1, max_length=1)]
 
 
@@ -106,7 +106,7 @@ class _State(pydantic.BaseModel):
   """The structure of `state.json`."""
 
   version: int
-  digest: sealed.Digest
+  digest: digested_json.Digest
   identity: dict[str, Any]
   environment: dict[str, Any]
   prepared: _Prepared | None
@@ -148,7 +148,7 @@ def read_state(path: str | os.PathLike[str]) -> State:
     FileNotFoundError: There is none.
     ValueError: It is damaged or of another version.
   """
-  return sealed.read(
+  return digested_json.read(
     pathlib.Path(path) / STATE,
     "the state of a run",
     _MEND,
@@ -202,7 +202,7 @@ def _is_scratch(name: str) -> bool:
   return name.startswith(SCRATCH) or atomic_io.PARTIAL in name
 
 
-def _told(differences: Mapping[str, Any]) -> tuple[str, str]:
+def _difference_texts(differences: Mapping[str, Any]) -> tuple[str, str]:
   """Names every difference, theirs and ours, of two mappings those of their values."""
   theirs, ours = [], []
   for key, (had, new) in differences.items():
@@ -275,7 +275,9 @@ class RunFolder:
       try:
         self._prove(resume=resume)
         self._repair()
-        self._texts = {key: sealed.canonical(one) for key, one in self._state.items()}
+        self._texts = {
+          key: digested_json.canonical(one) for key, one in self._state.items()
+        }
       # Nobody gets this object, so nobody else could release its lock.
       except BaseException:
         self.close()
@@ -411,7 +413,7 @@ class RunFolder:
     # A run that resumes compares its weights before it does any work.
     own = json.loads(json.dumps(wait()))
     if wrong := differing(own, self._state["identity"]):
-      theirs, ours = _told(wrong)
+      theirs, ours = _difference_texts(wrong)
       raise ValueRefusal(
         f"run folder: {self.path}",
         expected=f"a run of {theirs}",
@@ -422,7 +424,7 @@ class RunFolder:
     changed = differing(environment, self._state["environment"])
     is_free = lambda key: key == "mesh" and environment.get("platform") == "cpu"
     if wrong := {key: changed[key] for key in changed if not is_free(key)}:
-      theirs, ours = _told(wrong)
+      theirs, ours = _difference_texts(wrong)
       raise ValueRefusal(
         f"run folder: {self.path}",
         expected=f"to go on under {theirs}",
@@ -449,11 +451,11 @@ class RunFolder:
     # As a reader finds them: tuples become lists, and keys become texts.
     changes = json.loads(json.dumps({**changes, "removable": [*removable]}))
     # Records of layers are long and steps of tuning many: keep the text of what stays.
-    texts = {key: sealed.canonical(value) for key, value in changes.items()}
+    texts = {key: digested_json.canonical(value) for key, value in changes.items()}
     texts = self._texts | texts
     assert "identity" in texts, "RunFolder.begin comes first"
     with self._explaining():
-      sealed.write_texts(self.path / STATE, texts)
+      digested_json.write_texts(self.path / STATE, texts)
     self._texts, self._state = texts, self._state | changes
 
   def _remove(self, names: Iterable[str]) -> None:

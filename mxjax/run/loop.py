@@ -75,10 +75,12 @@ def quantize_layer(
         inputs = captured.inputs(sublayer, linear, group)
         made = program.quantize_linear(weight, inputs)
         hook_results.check_linear(program, made, weight, setup.contract.rules)
-        leaf, told = _under_contract(made.leaf, setup.contract), made.record
+        leaf, hook_record = _under_contract(made.leaf, setup.contract), made.record
       leaves[sublayer, linear] = execution.block_on_cpu(leaf)
       path = f"{sublayer}/{linear}"
-      linears[path] = linear_record(weight, leaf, inputs, told, probe=setup.probe)
+      linears[path] = linear_record(
+        weight, leaf, inputs, hook_record, probe=setup.probe
+      )
     # Waited for on a GPU as well, so that the work counts for this stage of the clock.
     parent = jax.block_until_ready(replace_weights(float_layer, leaves))
     # Each process has solved for itself, and another kind of machine may round

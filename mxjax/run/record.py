@@ -214,23 +214,23 @@ def linear_record(
   weight: jax.Array,
   leaf: QuantizedLinear,
   inputs: LinearInputs,
-  told: Mapping[str, Any] = {},
+  hook_record: Mapping[str, Any] = {},
   *,
   probe: bool = True,
 ) -> dict[str, Any]:
   """Describes one quantized linear and measures it on a few calibration tokens.
 
   `weight` is the float weight `[out_features, in_features]` that `leaf` replaces, and
-  `told` is what the program's hooks recorded.
+  `hook_record` is what the program's hooks recorded.
 
   Returns:
-    `told`, the dtype of the Hessian's products if there was one, shape, names of map
-    and rounding, and with `probe`: relative squared output errors (`error_rtn` in
-    native coordinates, `error_mapped_rtn` after the map, `error_mapped_nearest` with
+    `hook_record`, the dtype of the Hessian's products if there was one, shape, names
+    of map and rounding, and with `probe`: relative squared output errors (`error_rtn`
+    in native coordinates, `error_mapped_rtn` after the map, `error_mapped_nearest` with
     the final weights, `error_final` with the final A4 rule), edit rate, exponent
     histograms, saturation rates.
   """
-  record: dict[str, Any] = dict(told)
+  record: dict[str, Any] = dict(hook_record)
   if inputs.hessian_products:
     record["hessian_products"] = inputs.hessian_products
   record["shape"] = list(weight.shape)

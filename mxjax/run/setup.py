@@ -392,8 +392,8 @@ def _check_weights(setup: Setup) -> None:
         continue
       if not isinstance(weight, (jax.Array, np.ndarray)):
         is_quantized = isinstance(weight, QuantizedLinear)
-        told = "already quantized" if is_quantized else f"a {type(weight).__name__}"
-        complaints.append(f"{path}, {told}")
+        kind = "already quantized" if is_quantized else f"a {type(weight).__name__}"
+        complaints.append(f"{path}, {kind}")
         continue
       if weight.ndim < 2 or not jnp.issubdtype(weight.dtype, jnp.floating):
         complaints.append(f"{path}, {weight.dtype} {list(weight.shape)}")

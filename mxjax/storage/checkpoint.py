@@ -29,7 +29,7 @@ from mxjax.layers.inference_packing import Products
 from mxjax.layers.linear import map_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.storage import atomic_io, sealed, tree_io
+from mxjax.storage import atomic_io, digested_json, tree_io
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
 
 FORMAT_VERSION = 2
@@ -44,10 +44,10 @@ MEND = "copy the checkpoint again, or quantize anew"
 class _Array(pydantic.BaseModel):
   shape: list[Annotated[int, pydantic.Field(ge=0, lt=2**40)]]
   dtype: str
-  sha256: sealed.Digest
+  sha256: digested_json.Digest
 
 
-class _Manifest(sealed.Sealed):
+class _Manifest(digested_json.DigestedFile):
   contract: dict[str, Any]
   contract_hash: str
   model_config_: dict[str, Any] = pydantic.Field(alias="model_config")
@@ -76,7 +76,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     )
   version = "format_version", FORMAT_VERSION
   what = "the manifest of a checkpoint"
-  return sealed.read(file, what, MEND, kind=_Manifest, version=version)
+  return digested_json.read(file, what, MEND, kind=_Manifest, version=version)
 
 
 def read_contract(path: str | os.PathLike[str]) -> Contract:
@@ -179,7 +179,7 @@ def _write_files(
   atomic_io.sync_tree(folder)
   # Last, because it has the digest of every other file.
   manifest = {**manifest, "files": atomic_io.list_files(folder)}
-  sealed.write(folder / MANIFEST, manifest)
+  digested_json.write(folder / MANIFEST, manifest)
 
 
 def save_checkpoint(

@@ -24,7 +24,7 @@ from mxjax.evaluation import datasets, results
 from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
 from mxjax.run.folder import RunFolder
-from mxjax.storage import checkpoint, export, sealed
+from mxjax.storage import checkpoint, digested_json, export
 from tests import tiny
 from tests.mxjax import quantized
 
@@ -118,7 +118,7 @@ def resealed(rng, data):
   """Another manifest, with the digest of its content."""
   values = other_json(rng, json.loads(data))
   if isinstance(values, dict):
-    values["digest"] = sealed.digest(values)
+    values["digest"] = digested_json.digest(values)
   return dumped(values)
 
 

@@ -7,7 +7,7 @@ from mxjax.calibration import store
 from mxjax.calibration.calibration import Calibration, token_fingerprint
 from mxjax.evaluation.tasks import multiple_choice
 from mxjax.evaluation.tasks.multiple_choice import Request
-from mxjax.storage import sealed, tree_io
+from mxjax.storage import digested_json, tree_io
 
 
 def ids(*values):
@@ -70,7 +70,7 @@ IDENTITIES = {
     [{"a": ids(1, 3)}, {"a": ids([1, 2])}, {"b": ids(1, 2)}],
   ),
   "records": (
-    sealed.digest,
+    digested_json.digest,
     lambda: {"a": 1, "b": [1, 2]},
     [{"a": 2, "b": [1, 2]}, {"a": 1, "b": [2, 1]}, {"a": 1}, {"b": 1, "a": [1, 2]}],
   ),

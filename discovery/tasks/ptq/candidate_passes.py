@@ -163,7 +163,7 @@ def measured_tables(
   return [jnp.asarray(each) for each in tables]
 
 
-class Reached(NamedTuple):
+class MapsAndCodes(NamedTuple):
   """What visiting all blocks from the last to the first decided.
 
   `maps` is float64 `[blocks, 32, 32]`; the codes are in the coordinates of the maps.
@@ -248,7 +248,9 @@ class Passes:
     told = self.told((of_inputs, of_weights))
     return map_units(self.solve, steps, *told, curvature, state)[0]
 
-  def reach(self, weight: jax.Array, inputs: LinearInputs, encode: Function) -> Reached:
+  def reach(
+    self, weight: jax.Array, inputs: LinearInputs, encode: Function
+  ) -> MapsAndCodes:
     """Visits blocks from the last to the first; each runs its passes and is encoded.
 
     `weight` is raw, `[blocks, 32, rows]`, and `encode` the batched encoder. A block's
@@ -294,7 +296,7 @@ class Passes:
       results.append(gptq.Reconstruction(codes, exponent, value))
     # They were visited from the last to the first.
     together = lambda *leaves: jnp.stack(leaves[::-1])
-    return Reached(together(*maps), jax.tree.map(together, *results))
+    return MapsAndCodes(together(*maps), jax.tree.map(together, *results))
 
 
 @dataclasses.dataclass(frozen=True)

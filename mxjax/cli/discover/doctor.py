@@ -8,8 +8,8 @@ from typing import Any
 
 def add_parser(verbs: Any) -> None:
   """Adds the verb and its options."""
-  told = "what this machine can do"
-  parser = verbs.add_parser("doctor", help=told, description=told)
+  help_text = "what this machine can do"
+  parser = verbs.add_parser("doctor", help=help_text, description=help_text)
   parser.add_argument("--endpoint", metavar="URL", help="ask this endpoint, too")
   parser.set_defaults(run=run)
 

@@ -13,8 +13,8 @@ from mxjax.errors import ValueRefusal
 def add_parser(verbs: Any) -> None:
   """Adds the four verbs and their options."""
 
-  def verb(name: str, told: str, run: Any) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=told, description=told)
+  def verb(name: str, help_text: str, run: Any) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=help_text, description=help_text)
     parser.add_argument("folder", metavar="DIR", help="folder of a run")
     parser.set_defaults(run=run)
     return parser
@@ -30,10 +30,10 @@ def add_parser(verbs: Any) -> None:
     help="look again every 2 s, or so many, until the run has ended",
   )
   story = verb("explain", "what happened in a run, or why a program exists", explain)
-  told = "start of its identity; the whole run when omitted"
-  story.add_argument("program", metavar="PROGRAM", nargs="?", help=told)
-  told = "compute every hash again, and run some programs again"
-  audit = verb("verify", told, verify)
+  help_text = "start of its identity; the whole run when omitted"
+  story.add_argument("program", metavar="PROGRAM", nargs="?", help=help_text)
+  help_text = "compute every hash again, and run some programs again"
+  audit = verb("verify", help_text, verify)
   add_trust(audit)
   audit.add_argument(
     "--calls", type=shared.whole(0), default=3, metavar="K", help="programs"

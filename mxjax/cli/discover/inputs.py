@@ -103,11 +103,11 @@ def _task_options(text: str) -> dict[str, Any]:
   except ValueError as error:
     values = error
   if not isinstance(values, dict):
-    told = f"{text[:80]!r}" + (f": {values}" if isinstance(values, ValueError) else "")
+    got = f"{text[:80]!r}" + (f": {values}" if isinstance(values, ValueError) else "")
     raise ValueRefusal(
       "discover",
       expected="a JSON object in --task-options",
-      got=told,
+      got=got,
       mend="""write one in single quotes, such as '{"objective": "kl"}'""",
     )
   return values

@@ -83,13 +83,15 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
   add("--model", metavar="MODEL", help="visible model of the ptq task")
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
-  told = "model of the ptq task on which a gain must hold to be built upon"
-  add("--transfer-model", metavar="MODEL", help=told)
-  told = "compute dtype of the models of the ptq task; float32 when omitted"
-  shared.add(group, "--dtype", help=told)
-  told = "the program to begin from: a file, or gptq, wush or hires for the ptq task; "
-  told += "the task's default program when omitted"
-  add("--start", default="", metavar="PROGRAM", help=told)
+  help_text = "model of the ptq task on which a gain must hold to be built upon"
+  add("--transfer-model", metavar="MODEL", help=help_text)
+  help_text = "compute dtype of the models of the ptq task; float32 when omitted"
+  shared.add(group, "--dtype", help=help_text)
+  help_text = (
+    "the program to begin from: a file, or gptq, wush or hires for the ptq task; "
+  )
+  help_text += "the task's default program when omitted"
+  add("--start", default="", metavar="PROGRAM", help=help_text)
   add(
     "--holdout",
     default="after",
@@ -100,8 +102,8 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   add("--budget", type=whole, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
-  told = "revise programs whose own change a verdict retired, by taking it back"
-  add("--revise-retired", action=FLAG, default=True, help=told)
+  help_text = "revise programs whose own change a verdict retired, by taking it back"
+  add("--revise-retired", action=FLAG, default=True, help=help_text)
   add("--width", type=whole, default=1, help="proposals made from one state")
   add(
     "--proposals-per-call",
@@ -122,8 +124,8 @@ def add_task(parser: argparse.ArgumentParser) -> None:
   )
   _add_proposer(parser)
   add = _group(parser, EXECUTION).add_argument
-  told = "how candidates are jailed"
-  add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
+  help_text = "how candidates are jailed"
+  add("--sandbox", default="strict", choices=jail.LEVELS, help=help_text)
   flags = ("as_in_paper", "paper_allocation", "contested_accounts")
   parser.set_defaults(**dict.fromkeys(flags, False))
 
@@ -131,14 +133,14 @@ def add_task(parser: argparse.ArgumentParser) -> None:
 def add_trust(parser: argparse.ArgumentParser) -> None:
   """Adds what a folder may execute: it decides none of it itself."""
   add = _group(parser, "what the folder may execute and ask").add_argument
-  told = "the run's task, if it has code of its own that you trust"
-  add("--task", metavar="TASK", help=told)
-  told = "the run's sandbox level, if you trust its programs to run so"
-  add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
-  told = "the run's endpoint, if the key in your environment may go there"
-  add("--endpoint", metavar="URL", help=told)
-  told = "the environment variable of that key, if the run has one of its own"
-  add("--key-variable", metavar="NAME", help=told)
+  help_text = "the run's task, if it has code of its own that you trust"
+  add("--task", metavar="TASK", help=help_text)
+  help_text = "the run's sandbox level, if you trust its programs to run so"
+  add("--sandbox", default="strict", choices=jail.LEVELS, help=help_text)
+  help_text = "the run's endpoint, if the key in your environment may go there"
+  add("--endpoint", metavar="URL", help=help_text)
+  help_text = "the environment variable of that key, if the run has one of its own"
+  add("--key-variable", metavar="NAME", help=help_text)
 
 
 def _add_proposer(parser: argparse.ArgumentParser) -> None:
@@ -159,13 +161,15 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
   seconds = {"type": shared.amount, "metavar": "SECONDS"}
-  told = "for a request with all its retries; 600 when omitted"
-  add("--deadline", **seconds, help=told)
-  told = "for the one word that the endpoint is asked before a run begins; 10 when "
-  told += "omitted. A model that is still loading is no failure"
-  add("--probe-seconds", **seconds, help=told)
-  told = "the environment variable with its key; OPENAI_API_KEY when omitted"
-  add("--key-variable", metavar="NAME", help=told)
+  help_text = "for a request with all its retries; 600 when omitted"
+  add("--deadline", **seconds, help=help_text)
+  help_text = (
+    "for the one word that the endpoint is asked before a run begins; 10 when "
+  )
+  help_text += "omitted. A model that is still loading is no failure"
+  add("--probe-seconds", **seconds, help=help_text)
+  help_text = "the environment variable with its key; OPENAI_API_KEY when omitted"
+  add("--key-variable", metavar="NAME", help=help_text)
   add(
     "--prices",
     type=shared.amount,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def add_parser(verbs: Any) -> None:
   """Adds the four verbs and their options."""
-  told = "what a run would cost; runs the default program, starts nothing"
-  planned = verbs.add_parser("plan", help=told, description=told)
+  help_text = "what a run would cost; runs the default program, starts nothing"
+  planned = verbs.add_parser("plan", help=help_text, description=help_text)
   started = verbs.add_parser("run", help="start a run", description="start a run")
   # Both read one file of options.
   planned.holder = started
@@ -34,13 +34,13 @@ def add_parser(verbs: Any) -> None:
     add_limits(parser)
   started.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   add_workers(started)
-  told = "continue a run, paying nothing twice"
-  resumed = verbs.add_parser("resume", help=told, description=told)
+  help_text = "continue a run, paying nothing twice"
+  resumed = verbs.add_parser("resume", help=help_text, description=help_text)
   resumed.add_argument("folder", metavar="DIR", help="folder of the run")
   add_trust(resumed)
   add_workers(resumed)
-  told = "end a run early, with its held-out score; nothing more is proposed"
-  closed = verbs.add_parser("close", help=told, description=told)
+  help_text = "end a run early, with its held-out score; nothing more is proposed"
+  closed = verbs.add_parser("close", help=help_text, description=help_text)
   closed.add_argument("folder", metavar="DIR", help="folder of the run")
   add_trust(closed)
   closed.set_defaults(run=close)

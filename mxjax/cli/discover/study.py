@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def add_parser(verbs: Any) -> None:
   """Adds the verb and its options."""
-  told = "the paper's discovery studies: plan, run or resume, and tabulate"
-  parser = verbs.add_parser("study", help=told, description=told)
+  help_text = "the paper's discovery studies: plan, run or resume, and tabulate"
+  parser = verbs.add_parser("study", help=help_text, description=help_text)
   parser.add_argument("name", choices=sorted(STUDIES), help="the study")
   parser.add_argument(
     "--out",
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.cli.discover.inputs import run_options, study_options
   from mxjax.cli.output import say
   from mxjax.discovery.core.task import WORLDS
-  from mxjax.discovery.studies import reproducing, study
+  from mxjax.discovery.studies import study, study_jobs
   from mxjax.discovery.tasks.ptq import margins
   from mxjax.evaluation.report.tables import markdown
 
@@ -90,13 +90,13 @@ def run(options: argparse.Namespace) -> None:
     plan(options.name, study_options(options, spec, run_))
     return
   folder = pathlib.Path(options.out)
-  begun = reproducing.begun_task(folder)
+  begun = study_jobs.begun_task(folder)
   # A study that has begun keeps the margins that were measured for it.
   spec = begun or margins.completed(spec, options.start, tell=say)
   opened = study.Folder(folder, study_options(options, spec, run_))
   say(f"frozen: {opened.frozen['hash']}")
   try:
-    print(markdown(reproducing.made(opened, options.name, say)))
+    print(markdown(study_jobs.made(opened, options.name, say)))
   finally:
     opened.close()
 

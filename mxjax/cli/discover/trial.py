@@ -11,13 +11,17 @@ from mxjax.cli.discover.options import add_trust
 
 def add_parser(verbs: Any) -> None:
   """Adds the verb and its steps."""
-  told = "ask the paper's question of a language model: runs, and replayed verdicts"
-  parser = verbs.add_parser("trial", help=told, description=told)
+  help_text = (
+    "ask the paper's question of a language model: runs, and replayed verdicts"
+  )
+  parser = verbs.add_parser("trial", help=help_text, description=help_text)
   steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
 
-  def step(name: str, told: str, run: Any, more: str = "") -> argparse.ArgumentParser:
+  def step(
+    name: str, help_text: str, run: Any, more: str = ""
+  ) -> argparse.ArgumentParser:
     example = f"Example: mxjax discover trial {name} runs/trial {more}".rstrip()
-    made = steps.add_parser(name, help=told, description=told, epilog=example)
+    made = steps.add_parser(name, help=help_text, description=help_text, epilog=example)
     made.add_argument("folder", metavar="DIR", help="folder of the trial")
     made.add_argument(
       "--data",
@@ -28,17 +32,17 @@ def add_parser(verbs: Any) -> None:
     made.set_defaults(run=run)
     return made
 
-  told = "measure the margins of a plan and freeze it"
+  help_text = "measure the margins of a plan and freeze it"
   plan = "--plan benchmarks/discovery_trial_world.toml"
-  freeze_ = step("freeze", told, freeze, plan)
+  freeze_ = step("freeze", help_text, freeze, plan)
   freeze_.add_argument("--plan", required=True, metavar="FILE", help="a TOML file")
   run_ = step("run", "run or resume runs of the plan, one after another", run)
   run_.add_argument("names", nargs="*", metavar="RUN", help="default: all")
-  told = "end runs where they stand, and score them held out"
-  close = step("close", told, run, "RUN")
+  help_text = "end runs where they stand, and score them held out"
+  close = step("close", help_text, run, "RUN")
   close.add_argument("names", nargs="+", metavar="RUN")
-  told = "replay the verdicts of the closed runs"
-  replay_ = step("replay", told, replay, "--recorded")
+  help_text = "replay the verdicts of the closed runs"
+  replay_ = step("replay", help_text, replay, "--recorded")
   replay_.add_argument("names", nargs="*", metavar="RUN", help="default: all")
   replay_.add_argument(
     "--recorded", action="store_true", help="ask nobody: from recorded replies alone"
@@ -53,8 +57,8 @@ def add_parser(verbs: Any) -> None:
   for executing in (run_, close, replay_):
     add_trust(executing)
   step("tables", "print every table of a folder or of a packed trial", tables)
-  told = "pack a trial into one small archive"
-  pack_ = step("pack", told, pack, "--out runs/trial.tar.xz")
+  help_text = "pack a trial into one small archive"
+  pack_ = step("pack", help_text, pack, "--out runs/trial.tar.xz")
   pack_.add_argument("--out", required=True, metavar="FILE", help="such as a.tar.xz")
 
 

@@ -235,7 +235,7 @@ def refitted(
   decoded: jax.Array,
   inputs: LinearInputs,
   input_map: InputMap | None,
-) -> tuple[map_refit.Refit, list[float]]:
+) -> tuple[map_refit.MapCorrection, list[float]]:
   """Refits the map of a linear whose weights are rounded.
 
   `weight` is folded and `decoded` its W4 values, float32 `[blocks, 32, rows]`. Also

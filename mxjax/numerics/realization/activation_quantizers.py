@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.numerics import implementations, mxfp4
-from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.jax_export import register_dataclass
 from mxjax.numerics.precision import block_products
 from mxjax.numerics.realization import few_codes, one_code
 

@@ -17,7 +17,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import exported, implementations, mxfp4
+from mxjax.numerics import implementations, jax_export, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import few_codes as native_few_codes
 from mxjax.numerics.precision import block_products
@@ -88,7 +88,7 @@ def refined_blocks(
   how = {**named, "changes": changes}
   if implementations.choose(place, implementation, native=obstacle) == "native":
     kernel = native_few_codes.refined
-    return exported.kernel_or_reference(kernel, reference, x, *tables, **how)
+    return jax_export.kernel_or_reference(kernel, reference, x, *tables, **how)
   return reference(x, *tables, **how)
 
 

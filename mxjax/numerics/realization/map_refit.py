@@ -32,7 +32,7 @@ DAMPING = 0.01
 SWEEPS = 2
 
 
-class Refit(NamedTuple):
+class MapCorrection(NamedTuple):
   """Matrices of each block, `[blocks, 32, 32]`.
 
   Attributes:
@@ -69,7 +69,7 @@ def refit(
   hessian: jax.Array,
   weight_inverses: jax.Array,
   input_inverses: jax.Array,
-) -> Refit:
+) -> MapCorrection:
   """Sweeps over the blocks, from A = I.
 
   Args:
@@ -104,7 +104,7 @@ def refit(
   (correction, pulled), _ = jax.lax.scan(step, start, order)
   left = pulled.reshape(weight.shape)
   cross = product("bim,bjm,bjk->bik", decoded, left, input_inverses)
-  return Refit(correction, cross)
+  return MapCorrection(correction, cross)
 
 
 @compilation.jit()

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax import compilation
-from mxjax.numerics import exported, implementations, mxfp4
+from mxjax.numerics import implementations, jax_export, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import refinement
 from mxjax.numerics.precision import HIGHEST, block_products
@@ -242,7 +242,9 @@ def refined_blocks(
   tables = (gram, cross) if matrix is None else (gram, cross, matrix)
   if implementations.choose(place, implementation, native=obstacle) == "native":
     kernel = refinement.refined
-    return exported.kernel_or_reference(kernel, reference, x, *tables, decodes=decodes)
+    return jax_export.kernel_or_reference(
+      kernel, reference, x, *tables, decodes=decodes
+    )
   return reference(x, *tables, rules=rules, decodes=decodes)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mxjax import compilation
 from mxjax.numerics import precision, pytree_nodes
 from mxjax.numerics.block_batches import map_block_batches
-from mxjax.numerics.exported import register_dataclass
+from mxjax.numerics.jax_export import register_dataclass
 
 CELL_RESIDUES = 8
 """Sequence residue classes of the calibration cells: sequence index modulo 8."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mxjax import compilation
 from mxjax.numerics import precision, pytree_nodes
-from mxjax.numerics.exported import register_dataclass
+from mxjax.numerics.jax_export import register_dataclass
 
 
 @register_dataclass

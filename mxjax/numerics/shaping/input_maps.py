@@ -15,7 +15,7 @@ from typing_extensions import override
 from mxjax import compilation
 from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.numerics import mxfp4
-from mxjax.numerics.exported import register_dataclass
+from mxjax.numerics.jax_export import register_dataclass
 from mxjax.numerics.precision import HIGHEST, block_products
 from mxjax.numerics.shaping import orthogonal
 

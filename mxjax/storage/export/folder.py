@@ -20,7 +20,7 @@ from mxjax.intake.reading import read_json, refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.families import check_reads_back, to_hf_config
 from mxjax.models.loading import weights
-from mxjax.storage import sealed
+from mxjax.storage import digested_json
 from mxjax.storage.atomic_io import (
   damaged_files,
   file_names,
@@ -191,7 +191,7 @@ def check_folder(folder: pathlib.Path, *, is_ours: bool) -> None:
   if not is_ours and not path.exists():
     return
   mend = "copy the folder again"
-  files = sealed.read(path, "the manifest of an export", mend)["files"]
+  files = digested_json.read(path, "the manifest of an export", mend)["files"]
   damage = damaged_files(folder, files)
   damage += [
     f"{name} is not listed"
@@ -251,7 +251,7 @@ def write_folder(
     }
     # Before the manifest, which has the digest of the card.
     write_durably(folder / CARD, card.model_card(form, manifest).encode())
-    sealed.write(folder / MANIFEST, {**manifest, "files": list_files(folder)})
+    digested_json.write(folder / MANIFEST, {**manifest, "files": list_files(folder)})
   return pathlib.Path(out)
 
 

@@ -12,7 +12,7 @@ from mxjax.evaluation.tables import cells, jobs, paper
 from mxjax.evaluation.tables.declared import TABLES
 from mxjax.evaluation.tables.jobs import Build, Job
 from mxjax.evaluation.tables.quantities import QUANTITIES
-from mxjax.evaluation.tables.reproducing import Request
+from mxjax.evaluation.tables.reproduction import Request
 from mxjax.evaluation.tables.settings import Settings
 from tests.conftest import GOLDEN
 

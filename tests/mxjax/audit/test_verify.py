@@ -20,7 +20,7 @@ from mxjax.numerics.realization.activation_quantizers import (
 )
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
-from mxjax.storage import checkpoint, sealed
+from mxjax.storage import checkpoint, digested_json
 from tests.mxjax import quantized
 from tests.mxjax.quantized import at, replaced
 
@@ -228,7 +228,7 @@ def test_a_manifest_whose_contract_is_not_its_hash(saved):
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert "does not match its digest" in fault
-  manifest["digest"] = sealed.digest(manifest)
+  manifest["digest"] = digested_json.digest(manifest)
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert fault.startswith("contract: the manifest states the hash")

@@ -17,7 +17,7 @@ OPERATION = {"native": None, "pallas": None}
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch):
-  monkeypatch.setattr(implementations, "_told", set())
+  monkeypatch.setattr(implementations, "_named", set())
 
 
 def test_none_takes_the_devices_kernel_where_it_can_and_should():

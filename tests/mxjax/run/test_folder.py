@@ -24,7 +24,7 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.run import folder as run_folder
 from mxjax.run.folder import LayerWriter, RunFolder
-from mxjax.storage import sealed
+from mxjax.storage import digested_json
 from tests.mxjax.quantized import DAMAGES, assert_same, damage
 
 IDENTITY = {"program": {"name": "p", "options": [1, 2]}, "weights": "ab"}
@@ -146,7 +146,7 @@ def names(path):
 def reseal(path, **changes):
   """Changes the state, with a digest that fits."""
   state = json.loads((path / "state.json").read_bytes()) | changes
-  sealed.write(path / "state.json", state)
+  digested_json.write(path / "state.json", state)
 
 
 @pytest.fixture(scope="module")

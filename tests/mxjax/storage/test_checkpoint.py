@@ -15,7 +15,7 @@ from mxjax import models
 from mxjax.layers import sizes
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.storage import checkpoint, checkpoint_arrays, sealed
+from mxjax.storage import checkpoint, checkpoint_arrays, digested_json
 from tests import tiny
 from tests.mxjax import quantized
 from tests.mxjax.quantized import DAMAGES, assert_same, at, damage, replaced
@@ -49,7 +49,7 @@ def saved(stored, tmp_path):
 def edit(folder, **changes):
   """Changes the manifest and signs it again."""
   manifest = json.loads((folder / "mxjax.json").read_text()) | changes
-  manifest["digest"] = sealed.digest(manifest)
+  manifest["digest"] = digested_json.digest(manifest)
   (folder / "mxjax.json").write_text(json.dumps(manifest))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from mxjax.models import families
-from mxjax.storage import export, sealed
+from mxjax.storage import digested_json, export
 from mxjax.storage.export import compressed_tensors, transformers_folder
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -18,7 +18,7 @@ def write(form, out, source, **options):
   getattr(export, f"write_{form}")(out, source, **options)
   config = json.loads((out / "config.json").read_text())
   manifest = json.loads((out / "mxjax_export.json").read_text())
-  assert sealed.digest(manifest) == manifest.pop("digest")
+  assert digested_json.digest(manifest) == manifest.pop("digest")
   assert manifest.pop("files")
   assert manifest.pop("version") == 1
   assert manifest.pop("source") == {"digest": "ab"}

@@ -1,4 +1,8 @@
-"""What `jax.export` needs: programs of plain XLA operations, and nodes it can name."""
+"""Makes pytrees and kernels of the library survive `jax.export`.
+
+An exported program is saved and called elsewhere: classes of its operands need names
+by which they are saved, and no custom call of this process may be left in it.
+"""
 
 import dataclasses
 import functools

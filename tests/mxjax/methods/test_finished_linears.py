@@ -10,7 +10,7 @@ from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.layers.linear import Transformed
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods import recovery, reused
+from mxjax.methods import finished_linears, recovery
 from mxjax.methods.hires import stage3
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.run.quantize import run
@@ -29,7 +29,7 @@ def built(model, params, program, **changes):
 def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
   build = lambda program: built(tiny_model, tiny_params, program)
   program = dataclasses.replace(methods.RTN, recover=methods.HIRES.recover)
-  got = build(reused.reuse(program, build(methods.RTN).params))
+  got = build(finished_linears.reuse(program, build(methods.RTN).params))
   alone = build(program)
   assert got.record.program == alone.record.program
   for block, name in (("self_attn", "value_recovery"), ("mlp", "mlp_recovery")):
@@ -53,11 +53,13 @@ def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
   ],
 )
 def test_only_equal_linears_have_equal_build_keys(name, other, is_equal):
-  first, second = (reused.build_key(methods.get(each)) for each in (name, other))
+  first, second = (
+    finished_linears.build_key(methods.get(each)) for each in (name, other)
+  )
   assert (first == second) == is_equal
-  assert reused.build_key(methods.FOCUS) is None
+  assert finished_linears.build_key(methods.FOCUS) is None
   # Tuned with one recovery installed, and so none of a program with another.
-  assert reused.build_key(methods.get("rtn+r+tune")) is None
+  assert finished_linears.build_key(methods.get("rtn+r+tune")) is None
 
 
 @pytest.mark.slow

@@ -150,9 +150,9 @@ def make(
   failures: dict[Build, str] = {}
 
   def failed(job: Job, why: str) -> None:
-    told = f"{job.what}: {why}"
-    watch.failure(job, told)
-    failures[job.build] = "; ".join(filter(None, (failures.get(job.build), told)))
+    message = f"{job.what}: {why}"
+    watch.failure(job, message)
+    failures[job.build] = "; ".join(filter(None, (failures.get(job.build), message)))
 
   runner.run(work, request.jobs, on_job=watch.job, on_failure=failed)
   return failures
@@ -167,9 +167,9 @@ def tables_made(
   found = results.read(places) if places else []
   key = lambda build: (build.name, build.method, build.seed)
   facts = {key(build): jobs.measured(build, out) for build in request.builds}
-  told = {key(build): f"{build}: {message}" for build, message in failures.items()}
+  messages = {key(build): f"{build}: {message}" for build, message in failures.items()}
   reduced = {name: request.reduced(name) for name in request.declared}
-  return _tables(request, found, reduced, facts, told), found
+  return _tables(request, found, reduced, facts, messages), found
 
 
 def tables_of(request: Request, found: Sequence[Result]) -> list[Table]:

@@ -9,7 +9,7 @@ from mxjax.cli import options as shared
 from mxjax.cli import reproduce
 from mxjax.cli.discover import study as studies
 from mxjax.cli.output import say
-from mxjax.discovery.studies import reproducing
+from mxjax.discovery.studies import study_jobs
 from mxjax.discovery.studies.arms import PAPER_STUDIES
 from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report.tables import markdown
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _studies(names: Sequence[str], options: argparse.Namespace) -> int:
   """Plans studies, or makes their tables; returns 1 if one failed."""
-  settings = reproducing.planned(
+  settings = study_jobs.planned(
     _models(options.studied),
     options.study_calls,
     shared.whole_list(options.study_seeds or ""),
@@ -49,10 +49,10 @@ def _studies(names: Sequence[str], options: argparse.Namespace) -> int:
       studies.plan(name, settings)
     return 0
   place = pathlib.Path(options.out) / FOLDER
-  folder = reproducing.opened(place, settings, say)
+  folder = study_jobs.opened(place, settings, say)
   say(f"frozen: {folder.frozen['hash']}")
   try:
-    work = reproducing.Studies(folder, say)
+    work = study_jobs.Studies(folder, say)
     failures = runner.run(
       work,
       names,

@@ -3,10 +3,10 @@
 import pytest
 
 from mxjax.cli import main as cli
-from mxjax.cli import reproducing
+from mxjax.cli import reproduce_studies
 from mxjax.discovery.studies import study
 from mxjax.discovery.studies.arms import PAPER_STUDIES
-from mxjax.discovery.studies.reproducing import planned
+from mxjax.discovery.studies.study_jobs import planned
 
 WORDS = ["--studied", "world", "--study-calls", "20", "--study-seeds", "101,102"]
 
@@ -34,10 +34,10 @@ def test_a_study_becomes_tables_beside_the_papers_and_a_picture(tmp_path, capsys
 def test_all_holds_the_studies_if_it_is_said_what_they_search(tmp_path, monkeypatch):
   asked = []
   monkeypatch.setattr(
-    reproducing, "_studies", lambda names, options: asked.append(names) or 0
+    reproduce_studies, "_studies", lambda names, options: asked.append(names) or 0
   )
   monkeypatch.setattr(
-    reproducing.reproduce,
+    reproduce_studies.reproduce,
     "run_builds",
     lambda options: asked.append(options.tables) or 0,
   )

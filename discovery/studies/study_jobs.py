@@ -51,7 +51,7 @@ def planned(
 
 
 def opened(
-  folder: pathlib.Path, options: study.StudyOptions, tell: study.Told
+  folder: pathlib.Path, options: study.StudyOptions, tell: study.Tell
 ) -> study.Folder:
   """Opens a new or begun folder of studies; margins are measured if it is new.
 
@@ -62,7 +62,7 @@ def opened(
   return study.Folder(folder, dataclasses.replace(options, task=task))
 
 
-def made(folder: study.Folder, name: str, tell: study.Told) -> list[Table]:
+def made(folder: study.Folder, name: str, tell: study.Tell) -> list[Table]:
   """Runs or resumes a study, and writes NAME.md, and the figure of `matched`.
 
   Returns its tables, each followed by the paper's.
@@ -86,7 +86,7 @@ class Studies(runner.Work[str]):
     tables: Those of the studies that have run, by name.
   """
 
-  def __init__(self, folder: study.Folder, tell: study.Told) -> None:
+  def __init__(self, folder: study.Folder, tell: study.Tell) -> None:
     """Takes an open folder; `tell` gets a sentence on each finished part."""
     self._folder, self._tell = folder, tell
     self.tables: dict[str, list[Table]] = {}

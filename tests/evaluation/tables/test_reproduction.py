@@ -186,7 +186,7 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
   program = (
     "import sys; from mxjax.cli.main import main;"
     "from mxjax.evaluation.tables.declared import TABLES;"
-    "from tests.evaluation.tables.test_reproducing import TABLE;"
+    "from tests.evaluation.tables.test_reproduction import TABLE;"
     "TABLES['discrete'] = TABLE; sys.exit(main(sys.argv[1:]))"
   )
   process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""JSON files that state their own digest, and the files that they list."""
+"""JSON files that hold their own digest, and the files that they list."""
 
 import hashlib
 import json
@@ -45,8 +45,8 @@ class Entry(pydantic.BaseModel):
 Files = dict[FileName, Entry]
 
 
-class Sealed(pydantic.BaseModel):
-  """What every sealed file has."""
+class DigestedFile(pydantic.BaseModel):
+  """What every file with its own digest has."""
 
   digest: Digest
   files: Files
@@ -87,13 +87,14 @@ def read(
   expected: str,
   mend: str,
   *,
-  kind: type[T] = Sealed,
+  kind: type[T] = DigestedFile,
   version: tuple[str, int] | None = None,
   limit: int = JSON_BYTES,
 ) -> dict[str, Any]:
-  """Reads a sealed file of the structure `kind`; `version` is a field and its value.
+  """Reads a JSON file of the structure `kind`, and compares its digest.
 
-  It has at most `limit` bytes.
+  `version` is a field and the value that it must have. The file has at most
+  `limit` bytes.
 
   Raises:
     FileNotFoundError: There is none.

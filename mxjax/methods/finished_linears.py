@@ -16,7 +16,7 @@ from mxjax.numerics.contract import Contract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reused(Program):
+class FinishedLinears(Program):
   """Finished linears of another build, with the recovery of this program.
 
   `leaves` are the linears by path, such as `layers_0/self_attn/q_proj`.
@@ -56,13 +56,13 @@ def build_key(program: Program) -> str | None:
   return f"{type(program).__name__} {plain}"
 
 
-def reuse(program: Program, params: Params) -> Reused:
+def reuse(program: Program, params: Params) -> FinishedLinears:
   """Makes the program take its linears from an earlier build of the same key."""
   nodes, _ = jax.tree_util.tree_flatten_with_path(dict(params), is_leaf=is_quantized)
   # A path ends with the linear's key "weight".
   name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
   leaves = {name_of(path): node for path, node in nodes if is_quantized(node)}
-  return Reused(
+  return FinishedLinears(
     name=program.name,
     recover=program.recover,
     activations=program.activations,
