@@ -192,12 +192,22 @@ def make_proposer(
   """Builds the proposer that the options describe; `store` keeps paid replies.
 
   Raises:
-    ValueError: The kind is unknown.
+    ValueError: The kind is unknown, or it is `embedded` and the task has no edit
+      templates.
   """
   settings = dict(options.proposer)
   kind = settings.pop("kind")
   is_contested = settings.pop("contested", False)
   if kind == "embedded":
+    # Without templates a run would end after the initial program, having tried nothing.
+    if not task.edit_templates:
+      raise ValueRefusal(
+        "discover: --proposer embedded",
+        expected="a task with edit templates, which this proposer applies",
+        got=f"none in {json.dumps(dict(task.spec))}",
+        mend="give the task some (EDITS in a task of two files, edit_templates in a "
+        "class), or name --proposer llm",
+      )
     templates = [
       each.contested() if is_contested else each for each in task.edit_templates
     ]

@@ -165,6 +165,17 @@ def test_what_the_files_lack_is_said(folder, tmp_path, capsys, file, old, new, m
   assert not out.exists()
 
 
+def test_the_embedded_proposer_refuses_a_task_without_edits(folder, tmp_path, capsys):
+  text = EVALUATE.replace("EDITS = tuple(", "OTHERS = tuple(")
+  (folder / "evaluate.py").write_text(text)
+  out = tmp_path / "run"
+  assert main(["discover", "run", "--task", str(folder), "--out", str(out)]) == 2
+  said = " ".join(capsys.readouterr().err.split())
+  assert "expected a task with edit templates" in said
+  assert "EDITS" in said and "--proposer llm" in said
+  assert not out.exists()
+
+
 def test_what_a_score_may_depend_on_is_part_of_the_task(folder):
   contract = lambda: task.load({"task": str(folder)}).contract
   before = contract()
