@@ -14,7 +14,13 @@ from mxjax.discovery.tasks.ptq import edit_templates
 from mxjax.methods import METHODS, scale_distillation
 from mxjax.numerics.realization import map_refit, two_sided
 from mxjax.numerics.recovery import mlp_recovery
-from mxjax.numerics.shaping import dyadic_balance, local_interaction, reference_chart
+from mxjax.numerics.shaping import (
+  dyadic_balance,
+  local_interaction,
+  map_descent,
+  map_search,
+  reference_chart,
+)
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -107,21 +113,36 @@ def test_the_imports_of_the_readme_work():
 def numbers_of_hires():
   """The constants on the page of HiRes: what surrounds each, and the code's value."""
   after = METHODS["hires-next"]
-  words = {"two": 2, "three": 3}
+  words = {"two": 2, "three": 3, "quarter": 1 / 4}
   return words, [
     (r"\$Cap_(\S+?)\$ bounds", reference_chart.MAX_CONDITION),
     (r"condition number by (\S+):", reference_chart.MAX_CONDITION),
     (r"\\\|K\\\|_2 \\le 1/(\d+)", 1 / local_interaction.RADIUS),
+    (r"a \*ridge\*: (\S+) of the mean of its", reference_chart.RIDGE),
+    (
+      r"diagonal and \$2\^\{(\S+)\}\$ are added",
+      math.log2(reference_chart.RIDGE_FLOOR),
+    ),
     (r"with \$\|e\| \\le 1/(\d+)", 1 / dyadic_balance.BOUND),
     (r"\\eta\| \\le 1/(\d+)", 1 / mlp_recovery.L1_BOUND),
     (r"in (\w+) passes over the columns", METHODS["hires-descent"].descent),
     (r"\\omega_t = (\S+) \+", 1 - fisher.SHARE),
     (r"\\omega_t = \S+ \+ (\S+) w_t", fisher.SHARE),
     (r"\\\|\^2, (\d+) \\cdot", fisher.LARGEST),
+    (r"B_b = (\S+)\\, \\frac\{W_b", 1 - fisher.SHARE),
+    (r"W_b\}\{m\} \+ (\S+)\\,\n", fisher.SHARE),
+    (r"where \$S = (\S+)\\, I", 1 - fisher.SHARE),
+    (r"S = \S+ I \+ (\S+)\\, m", fisher.SHARE),
     (r"GPTQ damps \$H_\\omega\$ by (\S+)\.\n", after.damping),
     (r"max_condition=(\d+)`", after.max_condition),
     (r"Groups of (\d+)\s+output rows", two_sided.GROUP),
+    (
+      r"where there are (\S+) rows or more",
+      2 * two_sided.GROUP * two_sided.MANY_GROUPS,
+    ),
     (r"After rounding, (\w+) sweeps", map_refit.SWEEPS),
+    (r"\\tfrac1(\d), \\dots", map_search.PHASES),
+    (r"steps, each on a (\w+) of the tokens", 1 / map_descent.PARTS),
     (r"`changes=(\d+)`", after.changes),
     (r"on chunks of (\d+) tokens", after.tune.length),
     (r"in (\w+) passes over the calibration set", after.tune.epochs),
@@ -136,7 +157,8 @@ def test_the_page_of_hires_has_the_constants_of_the_code():
   for pattern, value in numbers:
     shown = re.findall(pattern, page)
     assert len(shown) == 1, pattern
-    assert float(words.get(shown[0], shown[0])) == pytest.approx(value), pattern
+    number = float(words.get(shown[0], shown[0].replace(",", "")))
+    assert number == pytest.approx(value), pattern
 
 
 @pytest.mark.parametrize(

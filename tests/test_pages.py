@@ -23,16 +23,20 @@ from tests import tiny
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(p.relative_to(ROOT)): p for p in sorted(DOCS.rglob("*.md"))}
-PAGES["CONTRIBUTING.md"] = ROOT / "CONTRIBUTING.md"
+PAGES |= {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md")}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKED = re.compile(r"([\w.,]+)`?<!-- = ([\w.\-:]+) -->")
 NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 WORDS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "eight": 8}
 ELSEWHERE = (
   *("SummaryWriter", "orbax.checkpoint", "DESCRIPTION = ", "def clean(x)"),
-  "CompressedTensorsConfig",
+  *("CompressedTensorsConfig", "mxjax.from_pretrained()"),
 )
-"""What marks a block that runs elsewhere: in its own process, as files, or by torch."""
+"""What marks a block that runs elsewhere: in its own process, as files, or by torch.
+
+The last one is the README's, whose build of SmolLM2-135M takes minutes: a script in
+`benchmarks/` runs it, and `test_docs.py` compares the page with what that printed.
+"""
 
 
 def blocks(page):
