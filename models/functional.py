@@ -185,8 +185,8 @@ def causal_attention(
   """
   chosen = _choose(queries, keys, values, tree, implementation)
   if chosen != "xla":
-    how: Any = {"window": window, "interpret": chosen == "interpret"}
-    kernel = functools.partial(prefill.launch, **how)
+    keywords: Any = {"window": window, "interpret": chosen == "interpret"}
+    kernel = functools.partial(prefill.launch, **keywords)
     reference = functools.partial(causal_attention, window=window, implementation="xla")
     # A kernel has no gradient; the reference has one.
     return lowering.with_reference(kernel, reference, queries, keys, values)
@@ -353,13 +353,13 @@ def cached_attention(
   many = obstacle is not None and prefill.obstacle(queries, keys, values) is None
   obstacle = None if many else obstacle
   lowered = implementations.choose("cached_attention", implementation, pallas=obstacle)
-  how: Any = {"window": window, "interpret": lowered == "interpret"}
+  keywords: Any = {"window": window, "interpret": lowered == "interpret"}
   if lowered != "xla" and not many:
-    return attention.launch(queries, (keys, values), past, start, **how)
+    return attention.launch(queries, (keys, values), past, start, **keywords)
   filled = _written(past[0], kept[0], start), _written(past[1], kept[1], start)
   keys, values = (a.decode(dtype) if isinstance(a, ScaledE4M3) else a for a in filled)
   if lowered != "xla":
-    return prefill.launch(queries, keys, values, start, **how), filled
+    return prefill.launch(queries, keys, values, start, **keywords), filled
   new, before = queries.shape[1], np.arange(keys.shape[1], dtype=np.int32)
   grouped = _by_group(queries, keys, values)
   chunks = []

@@ -69,8 +69,8 @@ class Choice:
     if self.key is None:
       return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     step = jax.random.fold_in(self.key, position)
-    how = {"top_k": self.top_k, "top_p": self.top_p}
-    return sample(step, logits, self.temperature, **how)
+    keywords = {"top_k": self.top_k, "top_p": self.top_p}
+    return sample(step, logits, self.temperature, **keywords)
 
   def is_end(self, tokens: jax.Array) -> jax.Array:
     """Returns which tokens end their row, bool of the same shape."""
@@ -265,8 +265,8 @@ def generate_each(
     ValueError: As in `generate`; the length is that of the longest prompt.
   """
   ids, lengths = padded_prompts(prompts, "generate_each", model.config.vocab_size)
-  how: Any = {"max_new_tokens": max_new_tokens} | options
-  new = _new_tokens(model, params, ids, lengths, **how)
+  keywords: Any = {"max_new_tokens": max_new_tokens} | options
+  new = _new_tokens(model, params, ids, lengths, **keywords)
   return [
     np.concatenate([row[:length], continuation])
     for row, length, continuation in zip(ids, lengths, new, strict=True)
@@ -391,8 +391,8 @@ def _cached(
   """
   whole = _is_one_program(params) if at_once is None else at_once > 1
   at_once = at_once or (TOKENS_AT_ONCE if whole else 1)
-  how: Any = {"one_program": whole, "choice": choice}
-  state, _ = prefill(model, params, prompts, cache_format=cache_format, **how)
+  keywords: Any = {"one_program": whole, "choice": choice}
+  state, _ = prefill(model, params, prompts, cache_format=cache_format, **keywords)
   parts, steps = [state.newest], count - 1
   # The last program may run too many steps: another number would compile again.
   programs = -(-steps // at_once)
@@ -403,7 +403,9 @@ def _cached(
   for _ in range(programs):
     if choice.ends is not None and np.asarray(state.is_done).all():
       break
-    state, tokens = decode(model, params, state, steps=at_once, may_overrun=True, **how)
+    state, tokens = decode(
+      model, params, state, steps=at_once, may_overrun=True, **keywords
+    )
     parts.append(tokens)
   return parts
 

@@ -74,8 +74,8 @@ class PrefixCache:
       # The buffers are donated: after an interruption there is nothing to go on from.
       self._cache = None
       before = np.asarray(state.newest)
-      how: Any = {"steps": steps, "choice": choice, "may_overrun": True}
-      state, made = generation.decode(self.model, self._params, state, **how)
+      keywords: Any = {"steps": steps, "choice": choice, "may_overrun": True}
+      state, made = generation.decode(self.model, self._params, state, **keywords)
       # The cache holds what has run: all tokens but the newest.
       found = np.asarray(made)[0]
       self._cache = state.cache

@@ -121,11 +121,11 @@ def _without_warning() -> Any:
   class Parameters(triton.CompilerParams):
     pass
 
-  def lower(*operands: Any, **how: Any) -> Any:
+  def lower(*operands: Any, **keywords: Any) -> Any:
     with one_at_a_time, warnings.catch_warnings():
       deprecated = "The Pallas Triton backend is deprecated"
       warnings.filterwarnings("ignore", deprecated, DeprecationWarning)
-      return rule(*operands, **how)
+      return rule(*operands, **keywords)
 
   core.register_lowering_rule(Parameters, lower, "gpu")
   return Parameters

@@ -180,8 +180,8 @@ def _launch(
 def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.Array:
   """Runs the bfloat16 kernel on `[..., d]`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 2)
-  how = {"name": "mxfp4_decode", "interpret": interpret}
-  words = _launch(_bfloat16_kernel, codes, tensor.scales, **how)
+  keywords = {"name": "mxfp4_decode", "interpret": interpret}
+  words = _launch(_bfloat16_kernel, codes, tensor.scales, **keywords)
   return lax.bitcast_convert_type(words, jnp.bfloat16).reshape(tensor.shape)
 
 
@@ -191,8 +191,8 @@ def launch_float8(
   """Runs the float8 kernel on `[..., d]`; see `decode_float8`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 4, 2)
   codes = lax.bitcast_convert_type(codes, jnp.int16)
-  how = {"name": "mxfp4_decode_float8", "interpret": interpret}
-  words = _launch(_float8_kernel, codes, tensor.scales, unit.reshape(1), **how)
+  keywords = {"name": "mxfp4_decode_float8", "interpret": interpret}
+  words = _launch(_float8_kernel, codes, tensor.scales, unit.reshape(1), **keywords)
   return lax.bitcast_convert_type(words, FLOAT8).reshape(tensor.shape)
 
 
@@ -204,8 +204,8 @@ def _choose(
 ) -> Implementation:
   blocks = tensor.scales.size, mxfp4.BLOCK_SIZE // 2
   obstacle = lowering.unaddressed(jax.ShapeDtypeStruct(blocks, jnp.uint8))
-  how = {"pallas": obstacle, "capability": capability}
-  chosen = implementations.choose(place, implementation, **how)
+  keywords = {"pallas": obstacle, "capability": capability}
+  chosen = implementations.choose(place, implementation, **keywords)
   # No program has nothing to do.
   return chosen if tensor.codes.size else "xla"
 

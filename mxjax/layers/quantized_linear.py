@@ -241,7 +241,7 @@ def _by_kernels(
 ) -> list[jax.Array]:
   # Materialized once for all linears, unless the kernel can compute the inputs itself.
   rows = fused_inputs.for_kernel(rows)
-  how = {"dtype": rows.dtype, "implementation": implementation}
+  keywords = {"dtype": rows.dtype, "implementation": implementation}
   may_refine = onto is None and _may_refine(rows, weights)
   chosen = [
     choice.product(
@@ -275,11 +275,11 @@ def _by_kernels(
     if form.startswith("float8"):
       scales = [scale for weight in some if (scale := weight.float8_scale) is not None]
       made = float8_matmul_each(
-        operands, [weight.weight for weight in some], scales, **how
+        operands, [weight.weight for weight in some], scales, **keywords
       )
     else:
       made = matmul.matmul_each(
-        operands, [weight.weight for weight in some], onto=onto, **how
+        operands, [weight.weight for weight in some], onto=onto, **keywords
       )
     outputs |= zip(places, made, strict=True)
   return [outputs[place] for place in range(len(weights))]

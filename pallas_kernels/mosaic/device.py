@@ -69,8 +69,8 @@ def words_layout() -> Any:
   `WGMMA`, four in `WGMMA_8BIT`. The registers come in the same order.
   """
   tiling = gpu.Tiling(((64, 4), (16, 4), (8, 4), (1,)))
-  how = {"warp_dims": (-7,), "lane_dims": (-3, -2), "vector_dim": -1}
-  return gpu.Layout.TILED(tiling, **how)
+  keywords = {"warp_dims": (-7,), "lane_dims": (-3, -2), "vector_dim": -1}
+  return gpu.Layout.TILED(tiling, **keywords)
 
 
 def by_ptx(
@@ -164,20 +164,20 @@ def halves_by_ptx(
 
 
 def on_pairs(
-  ptx: str, meaning: Callable[..., jax.Array], *operands: jax.Array, **how: Any
+  ptx: str, meaning: Callable[..., jax.Array], *operands: jax.Array, **keywords: Any
 ) -> jax.Array:
   """Runs PTX of `pairs.py` by `by_ptx`, on elements `[64, 32]` and words `[64, 16]`."""
   is_whole = [operand.shape[1] == mxfp4.BLOCK_SIZE for operand in operands]
   words = words_layout()
   layouts = [gpu.Layout.WGMMA if whole else words for whole in is_whole]
-  return by_ptx(ptx, meaning, *operands, layouts=layouts, **how)
+  return by_ptx(ptx, meaning, *operands, layouts=layouts, **keywords)
 
 
 def words(x: jax.Array, *, interpret: bool) -> jax.Array:
   """Views bfloat16 `[n, 32]` as words `[n, 16]`; no register changes."""
   cast = lambda x: lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.int32)
-  how = {"layout": words_layout(), "interpret": interpret}
-  return on_pairs("mov.b32 $0, $1;", cast, x, **how)
+  keywords = {"layout": words_layout(), "interpret": interpret}
+  return on_pairs("mov.b32 $0, $1;", cast, x, **keywords)
 
 
 def block_exponents(
@@ -187,8 +187,8 @@ def block_exponents(
 
   Two magnitudes are compared at once, and NaN wins.
   """
-  how = {"layout": gpu.Layout.WGMMA, "interpret": interpret}
-  size = on_pairs(pairs.SIZE_PTX, jnp.abs, x, **how)
+  keywords = {"layout": gpu.Layout.WGMMA, "interpret": interpret}
+  size = on_pairs(pairs.SIZE_PTX, jnp.abs, x, **keywords)
   largest = codec.bits(jnp.max(size, axis=1).astype(jnp.float32))
   return codec.block_exponent(largest, rounds_up=rounds_up)
 

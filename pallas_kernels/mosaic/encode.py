@@ -30,8 +30,10 @@ def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
     exponent = device.block_exponents(x, interpret=interpret)
     word = device.words(x, interpret=interpret)
     factor = lax.broadcast_in_dim(pairs.factor_words(exponent), word.shape, (0,))
-    how = {"layout": device.words_layout(), "interpret": interpret}
-    code = device.on_pairs(pairs.codes_ptx(), pairs.nearest_codes, word, factor, **how)
+    keywords = {"layout": device.words_layout(), "interpret": interpret}
+    code = device.on_pairs(
+      pairs.codes_ptx(), pairs.nearest_codes, word, factor, **keywords
+    )
     codes_ref[here] = code.astype(jnp.uint8)
     scales_ref[here] = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
 

@@ -156,10 +156,10 @@ def _refine(
   refs: dict[str, Any], s: dict[str, Any], work: Work, group: jax.Array
 ) -> None:
   """Refines this group's items, and says whether one has a row outside the range."""
-  how = {"interpret": work.interpret}
+  keywords = {"interpret": work.interpret}
   own = {name: s["refined"][name].at[group] for name in s["refined"]}
   flag, arrived = _flag(work, group), s["inputs_arrived"].at[group]
-  write = functools.partial(device.put, refs["flags"], layout=_vector(1), **how)
+  write = functools.partial(device.put, refs["flags"], layout=_vector(1), **keywords)
   write(flag, _all(0))
   # Its barrier: no thread may set the flag before it is cleared.
   gpu.commit_smem()
@@ -185,15 +185,15 @@ def _refine(
       place = lax.axis_index("program") * GROUPS + group
       write(jnp.where(is_out, place, -1), _all(1))
       place = _places(work, linear, index)
-      device.put(refs["refined"], place, values, layout=gpu.Layout.WGMMA, **how)
+      device.put(refs["refined"], place, values, layout=gpu.Layout.WGMMA, **keywords)
       place = (linear * ROWS + _rows()) * work.blocks + index
       place = jnp.where(_rows() < work.rows, place, -1)
-      device.put(refs["bytes"], place, byte, layout=_vector(1), **how)
+      device.put(refs["bytes"], place, byte, layout=_vector(1), **keywords)
     # No thread reads the tables any more when the next are written.
     gpu.commit_smem()
 
   _own_items(work, group, item)
-  device.fence(**how)
+  device.fence(**keywords)
 
 
 def _is_shifted(
@@ -207,21 +207,21 @@ def _is_shifted(
   # Nothing writes the flags of programs that there are not.
   flags = jnp.where(row * _FLAGS + column < count, flags, 0)
   of_row, cell = jnp.max(flags, axis=1), s["cell"]
-  how = {"layout": _vector(1), "interpret": work.interpret}
+  keywords = {"layout": _vector(1), "interpret": work.interpret}
   if work.interpret:
     return jnp.max(of_row)
   # A thread knows the flags of its own rows alone; the cell tells all threads of the
   # group. It is cleared before any of them sets it.
-  device.put(cell, jnp.where(_rows() == 0, group, -1), _all(0), **how)
+  device.put(cell, jnp.where(_rows() == 0, group, -1), _all(0), **keywords)
   gpu.commit_smem()
-  device.put(cell, jnp.where(of_row > 0, group, -1), _all(1), **how)
+  device.put(cell, jnp.where(of_row > 0, group, -1), _all(1), **keywords)
   gpu.commit_smem()
   return cell[group]
 
 
 def _shift(refs: dict[str, Any], work: Work, group: jax.Array) -> None:
   """Shifts the rows of this group's items that have a block outside the range."""
-  how = {"interpret": work.interpret}
+  keywords = {"interpret": work.interpret}
   layout = gpu.Layout.WGMMA
   by_row = refinement.by_row
 
@@ -244,25 +244,25 @@ def _shift(refs: dict[str, Any], work: Work, group: jax.Array) -> None:
       index = pair * _BLOCKS + block
       place = (linear * ROWS + _rows()) * work.blocks + index
       place = jnp.where(_rows() < work.rows, place, 0)
-      byte = device.take_bytes(bytes_, place, layout=_vector(1), **how)
+      byte = device.take_bytes(bytes_, place, layout=_vector(1), **keywords)
       place = _places(work, linear, index)
       # What is read must be there; what comes of a place below 0 is not written.
       held = jnp.maximum(place, 0)
-      value = device.take_bytes(x, held, layout=layout, **how)
+      value = device.take_bytes(x, held, layout=layout, **keywords)
       exponent = by_row(byte - mxfp4.SCALE_BIAS)
       moved = float8.shifted_values(value, exponent, by_row(shift))
       place = jnp.where(by_row(jnp.where(is_mine, 1, 0)) > 0, place, -1)
-      device.put(x, place, moved.astype(float8.FORM), layout=layout, **how)
+      device.put(x, place, moved.astype(float8.FORM), layout=layout, **keywords)
 
     # One group has the first pair of a linear and writes for all.
     @pl.when(pair == 0)
     def _() -> None:
       place = jnp.where(_rows() < work.rows, linear * ROWS + _rows(), -1)
       unit = float8.row_unit(shift, top)
-      device.put(refs["units"], place, unit, layout=_vector(1), **how)
+      device.put(refs["units"], place, unit, layout=_vector(1), **keywords)
 
   _own_items(work, group, item)
-  device.fence(**how)
+  device.fence(**keywords)
 
 
 def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
@@ -286,8 +286,8 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: Work) -> None:
   def wait(number: int) -> None:
     if signals is not None:
       # All groups wait for the same counter, so none may take from it.
-      how = {"decrement": False, "memory_scope": "gpu"}
-      gpu.semaphore_wait(signals.at[number], count, **how)
+      keywords = {"decrement": False, "memory_scope": "gpu"}
+      gpu.semaphore_wait(signals.at[number], count, **keywords)
       device.fence(interpret=False)
 
   @pl.when(group == GROUPS)

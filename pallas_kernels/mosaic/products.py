@@ -278,8 +278,8 @@ def float8_product(
   `unit` is the weight's scale, from `mxfp4_decode.float8_range`. A weight in E4M3 by
   that scale is exact in E5M2 too, whose table needs no subnormals.
   """
-  how = {"decode": weights.as_float8, "dtype": dtype, "interpret": interpret}
-  return _launch("mxjax_float8_product", x[None], weight, unit, **how)
+  keywords = {"decode": weights.as_float8, "dtype": dtype, "interpret": interpret}
+  return _launch("mxjax_float8_product", x[None], weight, unit, **keywords)
 
 
 def packed_product(
@@ -295,6 +295,6 @@ def packed_product(
   """
   if isinstance(x, mxfp4.MXTensor):
     x = mxfp4.decode(x, jnp.bfloat16)
-  how = {"decode": weights.as_bfloat16, "dtype": dtype, "interpret": interpret}
+  keywords = {"decode": weights.as_bfloat16, "dtype": dtype, "interpret": interpret}
   one = jnp.float32(1)
-  return _launch("mxjax_packed_product", weights.split(x), weight, one, **how)
+  return _launch("mxjax_packed_product", weights.split(x), weight, one, **keywords)

@@ -87,8 +87,8 @@ class Work:
 def _narrow(x: jax.Array, work: Work) -> jax.Array:
   """Cuts float32 to bfloat16."""
   cut = lambda x: codec.from_bits(codec.bits(x) & codec.UPPER).astype(jnp.bfloat16)
-  how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
-  return device.on_pairs(pairs.UPPER_PTX, cut, x, **how)
+  keywords = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
+  return device.on_pairs(pairs.UPPER_PTX, cut, x, **keywords)
 
 
 def _terms(table: jax.Array, work: Work) -> list[jax.Array]:
@@ -117,12 +117,12 @@ def _triangle(low: jax.Array, high: jax.Array, block: Any) -> jax.Array:
 
 def prepare(refs: dict[str, Any], scratch: Any, work: Work, pair: jax.Array) -> None:
   """Writes the terms of U, G and M, and the curvatures, to shared memory."""
-  how = {"interpret": work.interpret}
+  keywords = {"interpret": work.interpret}
   here = pl.ds(pair * ROWS, ROWS)
 
   def load(name: str) -> jax.Array:
-    how = {"layout": gpu.Layout.WGMMA, "optimized": False}
-    return gpu.load(refs[name].at[here], **how).astype(jnp.float32)
+    keywords = {"layout": gpu.Layout.WGMMA, "optimized": False}
+    return gpu.load(refs[name].at[here], **keywords).astype(jnp.float32)
 
   if work.has_map:
     _store_terms(scratch["map"], _terms(load("matrix"), work))
@@ -132,7 +132,7 @@ def prepare(refs: dict[str, Any], scratch: Any, work: Work, pair: jax.Array) -> 
   # The two blocks of a program lie below each other in the 64 rows.
   inside, block = row & (_BLOCK - 1), pair * BLOCKS + (row >> 5)
   place = _triangle(jnp.minimum(inside, column), jnp.maximum(inside, column), block)
-  gram = device.take(refs["gram"], place, layout=gpu.Layout.WGMMA, **how)
+  gram = device.take(refs["gram"], place, layout=gpu.Layout.WGMMA, **keywords)
   gram = gram.astype(jnp.float32)
   _store_terms(scratch["gram"], _terms(gram, work))
   mismatch = gram + load("cross") if work.has_cross else gram
@@ -145,7 +145,7 @@ def prepare(refs: dict[str, Any], scratch: Any, work: Work, pair: jax.Array) -> 
   diagonal = gpu.broadcasted_iota(jnp.int32, (_BLOCK,), 0, layout=layout)
   for b in range(BLOCKS):
     place = _triangle(diagonal, diagonal, pair * BLOCKS + b)
-    curvature = device.take(refs["gram"], place, layout=layout, **how)
+    curvature = device.take(refs["gram"], place, layout=layout, **keywords)
     curvature = curvature.astype(jnp.float32)
     for i, row in enumerate(tile.parabolas(curvature)):
       scratch["curvature"][b, i] = row
@@ -220,13 +220,13 @@ def realize(
     # Cut to upper halves, which decide the code: no boundary has more bits.
     _narrow(products[0], work) if is_mapped else gpu.load(x, layout=gpu.Layout.WGMMA)
   )
-  how = {"rounds_up": work.rounds_up, "interpret": work.interpret}
-  exponent = device.block_exponents(half, **how)
+  keywords = {"rounds_up": work.rounds_up, "interpret": work.interpret}
+  exponent = device.block_exponents(half, **keywords)
   words = device.words(half, interpret=work.interpret)
   factor = by_row(pairs.factor_words(exponent), _PAIR)
-  how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
+  keywords = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
   nearest = device.on_pairs(
-    pairs.nearest_ptx(), pairs.nearest_values, words, factor, **how
+    pairs.nearest_ptx(), pairs.nearest_values, words, factor, **keywords
   )
   if not work.has_gram:
     return nearest, exponent
@@ -249,8 +249,10 @@ def outputs(
   """Returns a tile in the form that is asked for, and its scale bytes."""
   byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
   if work.form == "codes":
-    how = {"layout": device.words_layout(), "interpret": work.interpret}
-    return device.on_pairs(pairs.PACKED_PTX, pairs.packed_codes, values, **how), byte
+    keywords = {"layout": device.words_layout(), "interpret": work.interpret}
+    return device.on_pairs(
+      pairs.PACKED_PTX, pairs.packed_codes, values, **keywords
+    ), byte
   if work.form == "values":
     return values * by_row(codec.scale_of(exponent).astype(jnp.bfloat16)), None
   scale = codec.scale_of(exponent)

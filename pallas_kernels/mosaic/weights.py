@@ -137,10 +137,10 @@ def as_float8(
       jnp.where(byte == 0, 0, (byte - unit) * step + start) for byte in _bytes(scales)
     ]
     tables.append(_by_block(columns))
-  how = {"layouts": [device.words_layout()] * 3, "layout": gpu.Layout.WGMMA_8BIT}
+  keywords = {"layouts": [device.words_layout()] * 3, "layout": gpu.Layout.WGMMA_8BIT}
   operands = words, *tables
   return [
-    device.by_ptx(FLOAT8_PTX, float8_values, *operands, **how, interpret=interpret)
+    device.by_ptx(FLOAT8_PTX, float8_values, *operands, **keywords, interpret=interpret)
   ]
 
 
@@ -165,8 +165,8 @@ def by_blocks(
   """
   layout = device.words_layout()
   wide: Callable[[jax.Array], jax.Array] = lambda x: x.astype(jnp.int32)
-  how = {"layouts": [layout], "layout": layout, "interpret": interpret}
-  byte = device.by_ptx("mov.b32 $0, $1;", wide, scales, **how)
+  keywords = {"layouts": [layout], "layout": layout, "interpret": interpret}
+  byte = device.by_ptx("mov.b32 $0, $1;", wide, scales, **keywords)
   tables = (
     jnp.where(byte == 0, 0, (byte - unit) * step + start) for start, step in _TABLE
   )
@@ -186,9 +186,11 @@ def as_bfloat16(
     scale = jnp.where(byte == 0, 1 << 6, byte << 7)
     scale = jnp.where(byte == mxfp4.NOT_FINITE, codec.NAN >> 16, scale)
     columns.append(scale * 0x10001)
-  how = {"layouts": [device.words_layout()] * 2, "layout": gpu.Layout.WGMMA}
+  keywords = {"layouts": [device.words_layout()] * 2, "layout": gpu.Layout.WGMMA}
   operands = words, _by_block(columns)
   return [
-    device.by_ptx(pair_ptx(p), pair_values(p), *operands, **how, interpret=interpret)
+    device.by_ptx(
+      pair_ptx(p), pair_values(p), *operands, **keywords, interpret=interpret
+    )
     for p in (0, 1)
   ]

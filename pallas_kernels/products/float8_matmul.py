@@ -123,11 +123,11 @@ def shifted_each(
   array = jax.ShapeDtypeStruct
   scales = row(covered(width // mxfp4.BLOCK_SIZE, _SCALES))
   made = array((rows, width), jnp.uint8), array((rows,), jnp.float32)
-  how = {"rows": rows, "width": width, "is_by_blocks": is_by_blocks}
+  keywords = {"rows": rows, "width": width, "is_by_blocks": is_by_blocks}
 
   def kernel(operands: Any, *results: Any) -> None:
     *place, linear = map(lowering.program_id, range(3))
-    one = functools.partial(_shift_kernel, place=tuple(place), **how)
+    one = functools.partial(_shift_kernel, place=tuple(place), **keywords)
     each = zip(operands, results, strict=True)
     branches = [functools.partial(one, *given, *to) for given, to in each]
     lowering.switch(linear, branches)
@@ -179,8 +179,8 @@ def float8_matmul(
   the scale from there. `implementation` concerns everything but the library's product.
   Returns `[n, m]` in `dtype`; raises ValueError if the widths differ.
   """
-  how = {"dtype": dtype, "implementation": implementation}
-  [made] = float8_matmul_each([x], [weight], [unit], **how)
+  keywords = {"dtype": dtype, "implementation": implementation}
+  [made] = float8_matmul_each([x], [weight], [unit], **keywords)
   return made
 
 
@@ -272,5 +272,7 @@ def _alone(
   values = mxfp4_decode.decode_float8(weight, unit, implementation=implementation)
   # The highest precision keeps a GPU's library from using its fast sums.
   by_columns = ((1,), (1,)), ((), ())
-  how = {"precision": HIGHEST, "preferred_element_type": dtype}
-  return lax.dot_general(moved, values, by_columns, **how) * unit.astype(dtype) * by_row
+  keywords = {"precision": HIGHEST, "preferred_element_type": dtype}
+  return (
+    lax.dot_general(moved, values, by_columns, **keywords) * unit.astype(dtype) * by_row
+  )

@@ -183,7 +183,7 @@ def _output_tile(
   work: _Work,
 ) -> None:
   """Computes and stores one tile of one linear's output, or a split's share of it."""
-  tile, how = work.tile, {"interpret": work.interpret}
+  tile, keywords = work.tile, {"interpret": work.interpret}
   index, split = place[0] - work.first(linear), place[1]
   mine = lowering.tail_mask(work.outputs[linear], tile.outputs, index)
   steps = -(-work.steps // tile.splits)
@@ -215,13 +215,13 @@ def _output_tile(
       following, loaded = loaded, fetch(step)
     step = split * steps + step
     codes = _words(loaded[0], WORDS)
-    scale = scales(loaded[1], **how)
+    scale = scales(loaded[1], **keywords)
     added = []
     for row, total in enumerate(totals):
       values = _words(of_input(x_refs[0], row, step, 2 * WORDS), 2 * WORDS)
       wide = [jnp.broadcast_to(value[None, :], scale.shape) for value in values]
-      sums = lowering.by_ptx(block_ptx(), _meaning, *codes, *wide, table, **how)
-      unit = scales(of_input(x_refs[1], row, step, 1), **how)
+      sums = lowering.by_ptx(block_ptx(), _meaning, *codes, *wide, table, **keywords)
+      unit = scales(of_input(x_refs[1], row, step, 1), **keywords)
       # One scale after the other: their product may lie outside of float32.
       added.append(total + sums.astype(jnp.float32) * scale * unit[None, :])
     return following, added

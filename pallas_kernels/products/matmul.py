@@ -307,12 +307,12 @@ def matmul_each(
   if resolved == "xla" or (implementation is None and chosen is choice.LIBRARY):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, resolved) for x, weight in pairs]
-  how = {"dtype": dtype, "interpret": resolved == "interpret"}
+  keywords = {"dtype": dtype, "interpret": resolved == "interpret"}
   integers = [x for x in inputs if isinstance(x, Int8Inputs)]
   if integers:
     is_undivided = chosen is choice.INT8_UNDIVIDED
     sizes = [weight.shape[0] for weight in weights], weights[0].shape[1]
     tile = int8_matmul.Tile.undivided(*sizes) if is_undivided else None
-    return int8_matmul.launch(integers, weights, tile=tile, onto=onto, **how)
+    return int8_matmul.launch(integers, weights, tile=tile, onto=onto, **keywords)
   operands: Any = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
-  return launch(operands, weights, **how)
+  return launch(operands, weights, **keywords)

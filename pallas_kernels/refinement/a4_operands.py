@@ -31,8 +31,8 @@ def a4_operands(
   `x` is `[n, d]`, float32 or bfloat16, or deferred inputs; `operators` has each
   linear's map and A4 rule. See `one_code.refine_for` for the rest and for errors.
   """
-  how = {"form": form, "implementation": implementation}
-  refine = functools.partial(one_code.refine_for, **how)
+  keywords = {"form": form, "implementation": implementation}
+  refine = functools.partial(one_code.refine_for, **keywords)
   tables = [tables_of(*operator) for operator in operators]
   outside = [map_outside(input_map) for input_map, _ in operators]
   # All linears in one call, so that those whose tables have one structure share a

@@ -94,8 +94,8 @@ def _kernel(
   # With a map, U and M lie in one table, so that x is an operand of one product;
   # without one x is encoded and multiplied by M.
   is_used_once = tile.split and tables[0].matrix is not None
-  how = {"is_used_once": is_used_once, "interpret": interpret}
-  make = fused_inputs.tiles(x_refs, shape[1], **how)
+  keywords = {"is_used_once": is_used_once, "interpret": interpret}
+  make = fused_inputs.tiles(x_refs, shape[1], **keywords)
   first = part * size * tile.repeats
   is_cut = shape[0] % size != 0
   # The last program of a block may have fewer tiles.
@@ -311,8 +311,8 @@ def refine_for(
   results: list[Refined] = []
   for some in [tables] if shares else [[each] for each in tables]:
     tile = Tile.of(x.shape[0], x.dtype, len(some))
-    how = {"tile": tile, "form": form, "interpret": implementation == "interpret"}
-    results += launch(fused_inputs.for_kernel(x), some, **how)
+    keywords = {"tile": tile, "form": form, "interpret": implementation == "interpret"}
+    results += launch(fused_inputs.for_kernel(x), some, **keywords)
   return results
 
 

@@ -110,10 +110,10 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
   """
   load = lambda ref: None if ref is None else ref[...].astype(jnp.float32)
   matrix, cross = load(refs.matrix), load(refs.cross)
-  how = refs.changes, refs.rounds_up
+  rule = refs.changes, refs.rounds_up
   if refs.gram is None:
     mapping = joined_terms(matrix) if split and matrix is not None else matrix
-    return Loaded(mapping, None, None, None, *how)
+    return Loaded(mapping, None, None, None, *keywords)
   # The rows of the packed triangle have 32, 31, ... entries.
   place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
   row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
@@ -123,14 +123,14 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
     for i, j in ((row, column), (diagonal, diagonal))
   )
   if not split:
-    return Loaded(matrix, gram, cross, curvature, *how)
+    return Loaded(matrix, gram, cross, curvature, *rule)
   mismatch = gram if cross is None else gram + cross
   if matrix is None:
-    return Loaded(None, joined_terms(gram), joined_terms(mismatch), curvature, *how)
+    return Loaded(None, joined_terms(gram), joined_terms(mismatch), curvature, *rule)
   mismatch = lowering.dot_float32(mismatch, matrix)
   both = jnp.stack([matrix, mismatch], axis=-1).transpose(2, 0, 1)
   both = joined_terms(both.reshape(2 * _BLOCK, _BLOCK))
-  return Loaded(both, joined_terms(gram), None, curvature, *how)
+  return Loaded(both, joined_terms(gram), None, curvature, *rule)
 
 
 def parabolas(curvature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -208,8 +208,10 @@ def _nearest(
   largest = jnp.max(codec.bits(mapped) & codec.UPPER_HALF, axis=1)
   exponent = codec.block_exponent(largest, rounds_up=rounds_up)[:, None]
   factor = jnp.broadcast_to(pairs.upper(codec.inverse_scale_of(exponent)), mapped.shape)
-  half, how = pairs.upper(mapped), {"interpret": interpret}
-  nearest = lowering.by_ptx(pairs.nearest_ptx(), pairs.nearest, half, factor, **how)
+  half, keywords = pairs.upper(mapped), {"interpret": interpret}
+  nearest = lowering.by_ptx(
+    pairs.nearest_ptx(), pairs.nearest, half, factor, **keywords
+  )
   return nearest, exponent
 
 

@@ -138,7 +138,7 @@ def kernels(
   written = {}
   for maps in (False, True):
     name = kernel_name(maps=maps)
-    how = {"maps": maps, "changes": changes, "carry": carry}
-    tile = _write_tile(module, name, product, **how)
+    keywords = {"maps": maps, "changes": changes, "carry": carry}
+    tile = _write_tile(module, name, product, **keywords)
     written[name] = parts, part(tile, (1, 2 if maps else None))
   return module, written

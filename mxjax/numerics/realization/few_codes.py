@@ -85,11 +85,11 @@ def refined_blocks(
   tables = (gram,) if matrix is None else (gram, matrix)
   named = dataclasses.asdict(rules)
   obstacle = native_few_codes.obstacle(x, **named)
-  how = {**named, "changes": changes}
+  keywords = {**named, "changes": changes}
   if implementations.choose(place, implementation, native=obstacle) == "native":
     kernel = native_few_codes.refined
-    return jax_export.kernel_or_reference(kernel, reference, x, *tables, **how)
-  return reference(x, *tables, **how)
+    return jax_export.kernel_or_reference(kernel, reference, x, *tables, **keywords)
+  return reference(x, *tables, **keywords)
 
 
 def reference(

@@ -127,8 +127,8 @@ def reconstruct(
     targets: jax.Array, first: jax.Array
   ) -> tuple[jax.Array, gptq.Reconstruction]:
     mine = jax.lax.dynamic_slice_in_dim(targets, first, size, axis=-1)
-    how = {"scales": scales, "passes": passes, "implementation": implementation}
-    result = round_rows(mine, upper, hessian, damping, rules, **how)
+    keywords = {"scales": scales, "passes": passes, "implementation": implementation}
+    result = round_rows(mine, upper, hessian, damping, rules, **keywords)
     onto = jax.lax.dynamic_slice_in_dim(coupled, first, size, axis=0)
     # Against the moved targets, as GPTQ takes its errors against compensated weights.
     error = mine - result.decoded
