@@ -145,7 +145,7 @@ def numbers_of_hires():
     (r"steps, each on a (\w+) of the tokens", 1 / map_descent.PARTS),
     (r"`changes=(\d+)`", after.changes),
     (r"on chunks of (\d+) tokens", after.tune.length),
-    (r"in (\w+) passes over the calibration set", after.tune.epochs),
+    (r"in (\w+) passes over the\s+calibration set", after.tune.epochs),
     (r"labels is (\S+) times", scale_distillation.LABELS_BY_NAT),
     (r"divergence so far, but at most (\S+)\. ", after.tune.label_weight),
   ]
