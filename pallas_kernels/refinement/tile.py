@@ -113,7 +113,7 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
   rule = refs.changes, refs.rounds_up
   if refs.gram is None:
     mapping = joined_terms(matrix) if split and matrix is not None else matrix
-    return Loaded(mapping, None, None, None, *keywords)
+    return Loaded(mapping, None, None, None, *rule)
   # The rows of the packed triangle have 32, 31, ... entries.
   place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
   row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
