@@ -16,8 +16,8 @@ from mxjax.intake import texts
 
 METHOD_HELP = (
   f"one of {', '.join(methods.METHODS)}, with options as in gptq:scales=static; "
-  "weighting=fisher, and +tune at the end, go with any; activations=float quantizes "
-  "weights alone, outside the paper's contract"
+  "weighting=fisher goes with any, and +tune at the end with any but torq; "
+  "activations=float quantizes weights alone, outside the paper's contract"
 )
 DATA_HELP = (
   "a .npy of token ids [n, length] used exactly, a text file, a .jsonl with a text in "
