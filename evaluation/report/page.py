@@ -264,8 +264,8 @@ def verdict(runs: Sequence[Run]) -> str:
     beside = {"the float model": run["float_perplexity"].get(name)}
     if plain:
       beside["RTN"] = plain["perplexity"].get(name, {}).get("mean")
-    parts = [f"{numbers.number(v)} of {k}" for k, v in beside.items() if v is not None]
-    said += f", beside {' and '.join(parts)}" if parts else ""
+    others = [f"{numbers.number(v)} of {k}" for k, v in beside.items() if v is not None]
+    said += f", beside {' and '.join(others)}" if others else ""
     parts.append(said + _against_baseline(run, plain, name))
   if compared := run.get("agreement"):
     said = (
