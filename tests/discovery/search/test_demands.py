@@ -16,6 +16,7 @@ from mxjax.discovery.proposers import prompt
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import registration
 from mxjax.discovery.tasks import world
+from tests.cases import slow
 from tests.discovery import searching
 
 TASK = world.World(seed=3)
@@ -132,7 +133,7 @@ SUCCESSORS = {
 }
 
 
-@pytest.mark.parametrize(("site", "other"), SITES, ids=[a for a, _ in SITES])
+@pytest.mark.parametrize(("site", "other"), [*SITES[:2], *slow(SITES[2])])
 @pytest.mark.parametrize("kind", SUCCESSORS)
 def test_a_demand_is_met_in_the_computation_that_its_residual_names(
   conduct, site, other, kind

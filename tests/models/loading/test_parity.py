@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mxjax import models
+from tests.cases import slow
 from tests.conftest import GOLDEN
 from tests.golden import make_odd_folders
 from tests.models.loading import odd_folders
@@ -23,7 +24,7 @@ FACTS = json.loads((GOLDEN / "odd_folders.json").read_text())
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
-@pytest.fixture(scope="module", params=NUMBERS)
+@pytest.fixture(scope="module", params=[*NUMBERS[::2], *slow(*NUMBERS[1::2])])
 def odd(request, tmp_path_factory):
   """A folder, and what transformers makes of it."""
   folder = odd_folders.make(tmp_path_factory.mktemp("odd") / "model", request.param)

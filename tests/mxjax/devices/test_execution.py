@@ -56,6 +56,7 @@ print(execution.trim_malloc(execution.LARGE_BYTES), full - resident() > 100e6)
 @pytest.mark.skipif(
   platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's"
 )
+@pytest.mark.slow
 def test_freed_memory_goes_back_before_a_large_array_only():
   done = subprocess.run(
     [sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True

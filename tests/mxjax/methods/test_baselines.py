@@ -169,6 +169,7 @@ def test_focus_without_learning_is_rtn_with_rceil_weights(tiny_build, tiny_param
     assert_same(leaf.weight, mxfp4.encode(weight, rules))
 
 
+@pytest.mark.slow
 def test_focus_distills(tiny_model, tiny_params, tiny_tokens):
   """More epochs lower the divergence on the tokens it learns from."""
   calib = Calibration(tiny_model, tiny_tokens[:2])
@@ -344,6 +345,7 @@ def test_wush_and_its_refined_form_share_every_code(tiny_build):
     assert isinstance(leaf.rounding, OneCode)
 
 
+@pytest.mark.slow
 def test_a_second_run_learns_the_same_bits(tiny_build, tiny_params, tiny_calib):
   again = mxjax.quantize(
     tiny_params, tiny_calib, FAST["spinquant"], check=False, probe=False

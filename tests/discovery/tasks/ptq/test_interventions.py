@@ -69,6 +69,7 @@ def test_a_head_is_told_the_sums_of_its_neighbour(float64):
   assert (shuffled != plain).all()
 
 
+@pytest.mark.slow
 def test_an_mlp_is_told_the_sums_of_the_layer_before(float64):
   layers = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32, 32)))
   plain, shuffled = (

@@ -113,6 +113,7 @@ def test_a_question_can_be_about_the_modules_of_some_layers(executor, monkeypatc
   assert seen[1] > 1.2
 
 
+@pytest.mark.slow
 def test_an_order_is_found_by_keys_and_keeps_the_function(executor, task):
   model, params = task.options.load()
   params = with_large_channels(params, model)

@@ -16,6 +16,7 @@ from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import edit_templates, interface, payload, programs
 from mxjax.discovery.tasks.ptq import task as ptq
 from tests import tiny
+from tests.cases import slow
 
 SIZES = {"calibration": [8, 32], "windows": [2, 32]}
 RANDOM = {"model": "random:0", **SIZES}
@@ -99,8 +100,8 @@ def test_a_program_can_measure_its_own_tables():
   ("plan", "intervention", "message"),
   [
     ({"curvature": "solved"}, {}, "balance off and curvature none"),
-    ({"balance": "measured"}, {}, "balance off and curvature none"),
-    ({}, {"kind": "random_map"}, "use the control scope"),
+    *slow(({"balance": "measured"}, {}, "balance off and curvature none")),
+    *slow(({}, {"kind": "random_map"}, "use the control scope")),
     ({}, {"kind": "shuffle_stats", "hooks": ["solve"]}, "use the control scope"),
   ],
 )
