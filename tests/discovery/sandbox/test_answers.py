@@ -63,7 +63,7 @@ def test_whatever_a_run_worker_answers_costs_its_call(monkeypatch):
   monkeypatch.setattr(
     supervisor.RunWorker,
     "_start",
-    lambda self: types.SimpleNamespace(ask=lambda request, seconds: [head, b""]),
+    lambda self: types.SimpleNamespace(ask=lambda request, **limits: [head, b""]),
   )
   for head, status in [(FINE, Status.OK)] + [
     (head, Status.NOT_FINITE) for head in NO_ANSWERS
@@ -72,7 +72,7 @@ def test_whatever_a_run_worker_answers_costs_its_call(monkeypatch):
 
 
 def test_the_identities_of_a_gate_are_hashes(monkeypatch):
-  answering = types.SimpleNamespace(ask=lambda request, seconds: [head, b""])
+  answering = types.SimpleNamespace(ask=lambda request, **limits: [head, b""])
   monkeypatch.setattr(supervisor.RunWorker, "_start", lambda self: answering)
   made = supervisor.RunWorker(TASK.spec, "run", (), "standard")
   names = ('["../../elsewhere"]', '"x"', "null", "[7]", "[]", '["' + "A" * 64 + '"]')

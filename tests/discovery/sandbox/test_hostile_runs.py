@@ -96,7 +96,7 @@ def test_scratch_that_stays_is_reported_and_does_not_end_the_supervisor(
   monkeypatch.setattr(trace_worker.shutil, "rmtree", too_deep)
   assert not trace_worker._removed(str(tmp_path / "link"))
   outcome = {"verdict": "stuck", "output": "", "signal": 0, "code": 0}
-  assert supervisor._classify(outcome, b"A")[0] == Status.REFUSED
+  assert supervisor._classify(outcome, b"A", jail.Limits())[0] == Status.REFUSED
 
 
 BINDINGS = [

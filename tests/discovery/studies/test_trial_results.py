@@ -84,7 +84,8 @@ def test_what_the_page_tells_of_the_stopped_trial_is_in_its_archive(tmp_path):
     value = json.loads(file.read_text())["value"]["marks"][-1][1]
     ends[name, arm] = value, task.load(plan["tasks"][name]).holdout().ideal()
   told = re.search(
-    r"give (\S+) on\s+the other draw, .* at (\S+) and the arm with text at (\S+),", page
+    r"give (\S+) on\s+the other draw\. .* at (\S+) and the arm with text at (\S+),",
+    page,
   )
   one, ideal = ends.pop(("world-3", "quantforge"))
   two, _ = ends.pop(("world-3", "text"))
