@@ -101,6 +101,11 @@ class Column(NamedTuple):
   best: bool = True
 
 
+def _mebibytes(value: float) -> str:
+  """Writes four digits, and all in front of the point."""
+  return f"{value:.4g}" if value < 9999.5 else f"{value:.0f}"
+
+
 def mean_interval(run: Run, name: str) -> Interval | None:
   """Returns the 95 % interval of the loss on a dataset, nats, over its windows."""
   losses = run["perplexity"].get(name, {}).get("window_losses", ())
@@ -148,12 +153,9 @@ def columns(runs: Sequence[Run]) -> list[Column]:
   bits = [size.get("quantized_linears", {}).get("bits_per_weight") for size in sizes]
   totals = [size.get("total") for size in sizes]
   shares = [total / whole if total and whole else None for total in totals]
-  made = [
-    # The float model stands first, in BF16.
-    Column("bits a weight", "{:.3g}".format, [16.0, *bits]),
-    Column("size, MiB", "{:.4g}".format, scaled([whole, *totals], 2**-20)),
-    Column("size to BF16", "{:.2f}".format, [1.0, *shares]),
-  ]
+  # How good it is stands first, where a narrow screen shows it. The float model's row
+  # is the first, in BF16.
+  made = []
   for name in _datasets(runs):
     exact = [run.get("float_perplexity", {}).get(name) for run in runs]
     means = [run["perplexity"].get(name, {}).get("mean") for run in runs]
@@ -164,6 +166,9 @@ def columns(runs: Sequence[Run]) -> list[Column]:
   made += [
     Column("KL, nats a token", numbers.number, [0.0, *of("kl_mean")]),
     Column("flips, %", "{:.3g}".format, scaled([0.0, *of("flips")], 100)),
+    Column("bits a weight", "{:.3g}".format, [16.0, *bits]),
+    Column("size, MiB", _mebibytes, scaled([whole, *totals], 2**-20)),
+    Column("size to BF16", "{:.2f}".format, [1.0, *shares]),
     Column("operator error", numbers.number, [0.0, *errors]),
     Column("build, s", "{:.0f}".format, [None, *(r.get("seconds") for r in runs)]),
   ]
@@ -332,7 +337,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         if own > size["other"]
         else "what is not quantized, such as embeddings, weighs most"
       )
-      said.append(f"{run['method']} is larger than half of BF16 here: {cause}.")
+      whole = "BF16" if size["total"] >= size["bf16_total"] else "half of BF16"
+      said.append(f"{run['method']} is larger than {whole} here: {cause}.")
     if not run["record"].get("sanity"):
       said.append(f"The sanity gate of {run['method']} was not run.")
     if raised := _raised(run["record"]):
@@ -416,7 +422,8 @@ def charts(runs: Sequence[Run]) -> str:
     values = [linears[key] for key in ("codes", "scales", "maps", "rounding")]
     values += [size["recovery"], size["other"]]
     parts = enumerate(zip(SIZE_PARTS, values, strict=True))
-    bars.append((str(run["method"]), [Part(*part, i) for i, part in parts]))
+    made = [Part(*part, i) for i, part in parts if part[1]]
+    bars.append((str(run["method"]), made))
   return grid(
     (
       lines(
@@ -430,7 +437,8 @@ def charts(runs: Sequence[Run]) -> str:
         "Stored bytes",
         bars,
         "These are the bytes of the whole model, with all that the method needs.",
-        y_format=numbers.size,
+        # In the unit of the table.
+        y_format=lambda value: f"{_mebibytes(value / 2**20)} MiB",
       ),
     )
   )
@@ -449,7 +457,7 @@ def samples(runs: Sequence[Run]) -> str:
     f"<b>{html.escape(text)}</b></p></figure>"
     for name, text in texts.items()
   )
-  lead = "The likeliest continuation of a text of the test, which is not in bold."
+  lead = "The prompt, a text of the test, is plain; its likeliest continuation is bold."
   return f'<h2>How it writes</h2><p class="lead">{lead}</p>{grid([cards])}'
 
 
@@ -543,14 +551,14 @@ def page(
       f'<p class="lead">{lead}</p>',
       charts(good),
       samples(good),
-      '<h2>What made it</h2><p class="lead">Results compare only under equal '
-      f"fingerprints.</p>{''.join(made)}",
+      '<h2>What made it</h2><p class="lead">Results compare only where '
+      f"contract and calibration are equal.</p>{''.join(made)}",
     ]
   body = f"""<header><h1>{words(title)}</h1><p>{words(subtitle)}</p>{nav}
 </header>
 {"".join(parts)}
 {glossary(WORDS)}
-<footer>Written by mxjax. Hover over a mark to read its value.</footer>"""
+<footer>Written by mxjax. result.json has every number of this page.</footer>"""
   return document(title, body)
 
 

@@ -14,7 +14,7 @@ def add_parser(commands: Any) -> None:
   """Adds the command and its options."""
   parser = commands.add_parser(
     "demo",
-    help="the embedded model and text: RTN and HiRes, in about three minutes",
+    help="the embedded model and text: RTN and HiRes, in a few minutes",
     description=f"Compares RTN and HiRes on the embedded {DEFAULT_MODEL} with embedded "
     "text, writes a report, and lets the HiRes model speak. So few tokens, 4 x 256 to "
     "calibrate on and as many to test on, show how it works and rank no methods.",

@@ -57,6 +57,10 @@ def main(words: Sequence[str] | None = None) -> int:
   is_process = words is None
   words = list(sys.argv[1:] if words is None else words)
   with _dying_quietly():
+    if not words:
+      # Nobody who names no command knows which there are.
+      build_parser().print_help()
+      return 2
     options = build_parser().parse_args(words)
     options.arguments = words
     # Imported late: this imports JAX, which help must not wait for.

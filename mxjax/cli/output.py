@@ -52,6 +52,9 @@ def piece(text: str) -> None:
   global _is_line_open
   print(text, end="", flush=True)
   if text:
+    # A heartbeat within a text would be taken for a part of it.
+    for beating in _heartbeats:
+      beating.spoke()
     _is_line_open = sys.stdout.isatty() and not text.endswith("\n")
 
 

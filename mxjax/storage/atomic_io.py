@@ -56,11 +56,14 @@ def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
         errno=errno.ENOTDIR,
       )
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # `run` is the folder of a build, which keeps its state while it goes on.
+    has_build = (folder / "run" / "state.json").exists()
     raise FileExistsRefusal(
       f"output: {folder}",
       expected="a new folder or an empty one",
       got="one that is neither",
-      mend="name another --out or remove it yourself, because results are never "
+      mend=("add --resume to go on with the build in it, or " if has_build else "")
+      + "name another --out or remove it yourself, because results are never "
       "overwritten",
     )
   return folder

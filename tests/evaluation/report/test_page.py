@@ -312,11 +312,23 @@ def test_larger_is_larger(tmp_path):
   large = copy.deepcopy(run())
   large["size"] |= {"total": 4800}
   assert "2.00 times the size of BF16" in report.verdict([large])
-  told = "hires is larger than half of BF16 here: "
+  told = "hires is larger than BF16 here: "
   assert f"{told}what is not quantized" in written([large], tmp_path)
   large["size"]["quantized_linears"]["rounding"] = 2000
   assert f"{told}a map and a table have one size" in written([large], tmp_path)
-  assert "larger than half" not in written([run()], tmp_path)
+  assert "is larger than" not in written([run()], tmp_path)
+  large["size"] |= {"total": 1300}
+  assert "is larger than half of BF16 here" in written([large], tmp_path)
+
+
+def test_what_is_not_stored_is_not_in_the_legend(tmp_path):
+  bare = copy.deepcopy(run())
+  bare["size"]["quantized_linears"] |= {"maps": 0, "rounding": 0}
+  bare["size"] |= {"recovery": 0}
+  legend = lambda made: {n for n in report.SIZE_PARTS if f">{n}</span>" in made}
+  assert "maps" in legend(written([run()], tmp_path))
+  shown = legend(written([bare], tmp_path))
+  assert {"codes", "scales"} <= shown and not shown & {*report.SIZE_PARTS[2:5]}
 
 
 def test_of_several_methods_the_nearest_is_named(tmp_path):

@@ -364,8 +364,13 @@ def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
 
 def test_an_existing_output_folder_is_refused(folder, tmp_path, refused):
   (tmp_path / "mine").write_text("keep")
-  assert "never overwritten" in refused("quantize", *arguments(folder, tmp_path))
+  said = refused("quantize", *arguments(folder, tmp_path))
+  assert "never overwritten" in said and "--resume" not in said
   assert sorted(p.name for p in tmp_path.iterdir()) == ["mine"]
+  # A person who starts an interrupted build again is told how it goes on.
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "state.json").write_text("{}")
+  assert "add --resume" in refused("quantize", *arguments(folder, tmp_path))
 
 
 def test_token_ids_out_of_range_are_named(folder, tmp_path, refused):

@@ -65,6 +65,11 @@ def helped(command, capsys):
   return capsys.readouterr().out
 
 
+def test_without_a_command_the_help_is_shown(capsys):
+  assert main([]) == 2
+  assert "Example" not in (shown := capsys.readouterr().out) and "quantize" in shown
+
+
 def test_help_explains_each_command(capsys):
   for command in COMMANDS:
     assert len(helped(command, capsys)) > 200, command

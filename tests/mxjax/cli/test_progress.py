@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
@@ -146,6 +147,16 @@ def test_what_is_said_within_generated_text_begins_a_line(capsys, monkeypatch):
   output.piece(" round.\n")
   tell("done")
   assert capsys.readouterr().err == "done\n"
+
+
+def test_a_text_that_flows_keeps_the_heartbeat_silent(monkeypatch):
+  spoke = []
+  beating = types.SimpleNamespace(spoke=lambda: spoke.append(1))
+  monkeypatch.setattr(output, "_heartbeats", [beating])
+  output.piece("")
+  assert not spoke
+  output.piece("The moon is")
+  assert spoke
 
 
 def test_a_bar_says_what_compiles_what_is_evaluated_and_ends_full():
