@@ -354,6 +354,7 @@ def test_a_closed_port_is_met_in_seconds(server, tmp_path, capsys, monkeypatch):
   assert "ConnectError" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_outage_leaves_a_run_that_goes_on(server, tmp_path, capsys):
   answers = list(edits())
   server.replies = [http(chat()), *answers[:2], http(b"", "402 Pay")]

@@ -164,6 +164,7 @@ def test_a_proposal_holds_only_what_the_log_can():
   )
 
 
+@pytest.mark.slow
 def test_a_control_without_a_parent_is_an_outcome_not_an_error(tmp_path):
   executor = JailedExecutor.__new__(JailedExecutor)
   executor._store = store.Store(tmp_path)

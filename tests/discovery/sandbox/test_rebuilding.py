@@ -112,6 +112,7 @@ BY_ZERO = {
 }
 
 
+@pytest.mark.slow
 def test_a_division_of_integers_by_zero_ends_no_process():
   """In a process of its own: a signal would end this one."""
   script = f"""

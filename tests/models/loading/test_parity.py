@@ -84,6 +84,7 @@ def test_what_is_committed_is_what_transformers_says_here(tmp_path):
     np.testing.assert_allclose(logits, LOGITS[number], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_its_folder(tmp_path):
   """The hub is its cache here, as an earlier download left it."""
   names = []

@@ -342,6 +342,7 @@ def test_a_plan_is_for_the_dtype_of_the_run(folder, mxjax, monkeypatch, dtype):
   assert timed == [dtype]
 
 
+@pytest.mark.slow
 def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
   out = tmp_path / "out"
   (folder / "other.txt").write_text(tiny.TEXT[7:])

@@ -601,6 +601,7 @@ def test_resume_of_nothing_starts(tmp_path):
     assert folder.begin(IDENTITY, PLACE) == []
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused(tmp_path):
   path = tmp_path / "run"
   program = (

@@ -212,6 +212,7 @@ def test_killed_behind_the_last_hidden_states(deep, tmp_path, save_every):
   assert replayed == ({0, 1, 2, 3} if save_every is None else {0, 1, 2})
 
 
+@pytest.mark.slow
 def test_a_replay_that_does_not_repeat_its_bits_is_refused(deep, tmp_path, monkeypatch):
   folder, solve = tmp_path / "run", stage3.AttentionFit.solve
   with pytest.raises(Stopped):

@@ -28,6 +28,7 @@ def fitted():
   return call, artifacts, phases.Fit(task().options).run(call, artifacts, b"")[1]
 
 
+@pytest.mark.slow
 def test_it_scores_the_same_program_on_the_other_text():
   call, artifacts, operands = fitted()
   controlled = call._replace(intervention=OTHER)

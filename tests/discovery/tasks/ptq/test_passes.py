@@ -56,6 +56,7 @@ def expected_maps(weight, inputs):
   return np.eye(32) + 3 * of_inputs + 2 * of_weights
 
 
+@pytest.mark.slow
 def test_passes_sum_all_tiles_and_hand_on_their_state(float64):
   weight, inputs = operands()
   maps = passes(SUMS, count=2).maps(weight, inputs)

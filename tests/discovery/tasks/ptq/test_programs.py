@@ -99,7 +99,7 @@ def test_a_program_can_measure_its_own_tables():
 @pytest.mark.parametrize(
   ("plan", "intervention", "message"),
   [
-    ({"curvature": "solved"}, {}, "balance off and curvature none"),
+    *slow(({"curvature": "solved"}, {}, "balance off and curvature none")),
     *slow(({"balance": "measured"}, {}, "balance off and curvature none")),
     *slow(({}, {"kind": "random_map"}, "use the control scope")),
     ({}, {"kind": "shuffle_stats", "hooks": ["solve"]}, "use the control scope"),
