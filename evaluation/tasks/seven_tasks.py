@@ -26,7 +26,7 @@ def parse_names(text: str) -> list[str]:
   """
   names = split(text)
   for name in names:
-    check("task", name, ("all", *tasks.SEVEN))
+    check("--tasks", name, ("all", *tasks.SEVEN))
   if not names:
     raise ValueRefusal(
       "evaluate", expected="names of tasks, or all", got="none", mend="name some"

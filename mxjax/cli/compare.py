@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
   selected = shared.method_names(options.methods)
   rules = []
   for rule in texts.split(options.scale_rules):
-    texts.check("scale rule", rule, typing.get_args(mxfp4.ScaleRule))
+    texts.check("--scale-rules", rule, typing.get_args(mxfp4.ScaleRule))
     rules.append(mxfp4.Rules(scale_rule=cast(mxfp4.ScaleRule, rule)))
   if not (selected and rules):
     raise ValueRefusal(

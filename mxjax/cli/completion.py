@@ -3,6 +3,9 @@
 import argparse
 from typing import Any
 
+from mxjax import methods
+from mxjax.evaluation.tasks import tasks
+
 SCRIPT = """\
 # mxjax completion; bash: eval "$(mxjax completion bash)", zsh likewise, after compinit.
 {zsh}_mxjax() {{
@@ -19,13 +22,22 @@ SCRIPT = """\
 {options}
     esac ;;
   esac
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  # Of a list with commas, the last part is completed behind the others.
+  local before="" part="${{word##*,}}"
+  [ "$part" = "$word" ] || before="${{word%,*}},"
+  COMPREPLY=($(compgen -P "$before" -W "$words" -- "$part"))
   # Without a word that fits, the shell offers files.
   [ ${{#COMPREPLY[@]}} -gt 0 ] || COMPREPLY=($(compgen -f -- "$word"))
 }}
 complete -F _mxjax mxjax
 """
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+NAMES = {
+  "--method": tuple(methods.METHODS),
+  "--methods": ("all", "paper", *methods.METHODS),
+  "--tasks": ("all", *tasks.SEVEN),
+}
+"""What begins a value that argparse does not limit: methods may have options."""
 
 
 def add_parser(commands: Any) -> None:
@@ -63,8 +75,10 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
           path = f"{place} {name}".strip()
           places.append(f'      "{place} {name}") place="{path}" ;;')
           walk(below, path)
-      elif action.choices and action.option_strings:
-        listed = " ".join(map(str, action.choices))
+        continue
+      known = action.choices or NAMES.get("".join(action.option_strings[-1:]))
+      if known and action.option_strings:
+        listed = " ".join(map(str, known))
         named = "|".join(f'"{place}|{name}"' for name in action.option_strings)
         choices.append(f'    {named}) words="{listed}" ;;')
     options.append(f'      "{place}") words="{" ".join(words)}" ;;')

@@ -245,7 +245,7 @@ def storage(text: str | None) -> dict[str, Any]:
   """
   requested = texts.split(text or "")
   for name in requested:
-    texts.check("storage", name, STORAGE)
+    texts.check("--storage", name, STORAGE)
   if not requested:
     return {}
   dtypes = "float8", "bfloat16"

@@ -105,7 +105,7 @@ def _check(options: argparse.Namespace) -> None:
   names = texts.split(options.tables)
   options.tables = list(TABLES) if names == ["all"] else names
   for name in options.tables:
-    texts.check("table", name, TABLES)
+    texts.check("--tables", name, TABLES)
   options.models = texts.split(options.models or "")
   options.without = [
     each
@@ -115,7 +115,7 @@ def _check(options: argparse.Namespace) -> None:
   # Rows of several tables can have one label.
   labels = dict.fromkeys(label for t in options.tables for label in TABLES[t].rows)
   for name in options.without:
-    texts.check("measure or row", name, (*SEVEN, *MEASURES, *labels))
+    texts.check("--without", name, (*SEVEN, *MEASURES, *labels))
   options.instead = dict(_instead(text, labels) for text in options.instead)
   short = [short_name(model) for model in options.models]
   if len(set(short)) < len(short):
@@ -145,7 +145,7 @@ def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
   # By the known labels: the first equals sign may be within one.
   label = next((name for name in labels if text.startswith(f"{name}=")), None)
   if label is None:
-    texts.check("row", text.split("=")[0], labels)
+    texts.check("--instead", text.split("=")[0], labels)
     raise ValueRefusal(
       "reproduce",
       expected="--instead ROW=METHOD",

@@ -153,6 +153,9 @@ COMPLETED = {
   "export runs/first --format g": ["gguf"],
   "discover r": ["run", "resume", "report"],
   "discover run --arm q": ["quantforge"],
+  "quantize --method gp": ["gptq"],
+  "compare --methods rtn,pa": ["rtn,paper"],
+  "evaluate runs/first --tasks piqa,wi": ["piqa,wikitext2", "piqa,winogrande"],
 }
 
 
