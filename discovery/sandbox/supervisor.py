@@ -381,11 +381,13 @@ def _classify(
   if outcome["verdict"] == "stuck":
     return Status.REFUSED, "the trace left a scratch folder that cannot be removed"
   if outcome["verdict"] == "timeout":
-    told = f"tracing did not end within {limits.seconds:g} s by the clock on the wall"
-    return Status.TIMEOUT, f"{told}: {tail}"
+    message = (
+      f"tracing did not end within {limits.seconds:g} s by the clock on the wall"
+    )
+    return Status.TIMEOUT, f"{message}: {tail}"
   if outcome["signal"] in CPU_SIGNALS:
-    told = f"tracing took more than {limits.cpu_seconds} processor seconds"
-    return Status.TIMEOUT, f"{told}: {tail}"
+    message = f"tracing took more than {limits.cpu_seconds} processor seconds"
+    return Status.TIMEOUT, f"{message}: {tail}"
   text = reply[1:2001].decode(errors="replace") if reply[:1] == b"E" else tail
   if reply[:1] != b"A" and any(sign in text for sign in MEMORY_SIGNS):
     return Status.MEMORY, text

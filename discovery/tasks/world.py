@@ -290,21 +290,21 @@ class World(Defaults):
     sites = [site for site in SITES if own.part([site]) != parent.part([site])]
     found = []
     if len(sites) == 1:
-      told = "any edit of this size at the site gains, whatever it does"
+      statement = "any edit of this size at the site gains, whatever it does"
       change = {"kind": "permute", "site": sites[0]}
-      found.append(Rival("any edit of this size", told, change))
+      found.append(Rival("any edit of this size", statement, change))
     if sites and self._luck:
-      told = "half of the gain or more is of this draw of the noise alone"
+      statement = "half of the gain or more is of this draw of the noise alone"
       redrawn = {"kind": "redraw", "sites": sites}
-      found.append(Rival("luck of the draw", told, redrawn, keeps=False))
+      found.append(Rival("luck of the draw", statement, redrawn, keeps=False))
     return found
 
   @property
   def rivals_told(self) -> Sequence[str]:
     """The size of the edit, and its luck in a world that has it."""
-    told = ["`any edit of this size` (1 call), for an edit of one site"]
+    lines = ["`any edit of this size` (1 call), for an edit of one site"]
     luck = "`luck of the draw` (1 call: all sites that the edit changes, redrawn)"
-    return [*told, luck] if self._luck else told
+    return [*lines, luck] if self._luck else lines
 
   @property
   def references(self) -> Mapping[str, float]:
@@ -312,17 +312,17 @@ class World(Defaults):
 
     With luck it would tell a program that has some from one that has none.
     """
-    told = "the right operation at every site, remeasured"
-    return {} if self._luck else {told: self.ideal()}
+    named = "the right operation at every site, remeasured"
+    return {} if self._luck else {named: self.ideal()}
 
   @property
   def example(self) -> Mapping[str, Any]:
     """An edit of the site that is open at the start, by none of the operations."""
     site = identity.shuffled(SITES, self._seed, "order")[0]
     excess = f"excess_{site}"
-    account = lambda name, told, symbol: {
+    account = lambda name, statement, symbol: {
       "name": name,
-      "statement": told,
+      "statement": statement,
       "predictions": {"primary": {excess: "down"}, "inert": {excess: symbol}},
     }
     return {
@@ -561,7 +561,7 @@ def _template(site: str, operation: str, *, luck: bool) -> EditTemplate:
     statement=f"{operation} at {site} removes its excess",
     explanations=tuple(accounts),
     controls=tuple(
-      Control(kind, _at(site, kind) | more, statement=told)
-      for kind, more, told in controls
+      Control(kind, _at(site, kind) | more, statement=statement)
+      for kind, more, statement in controls
     ),
   )

@@ -25,17 +25,17 @@ HARM = Explanation(
 
 
 def _accounts(
-  observable: str, control: str, told: str, *, own: Symbol = "up"
+  observable: str, control: str, statement: str, *, own: Symbol = "up"
 ) -> tuple[Explanation, ...]:
   """Builds the competing explanations that every template gives for its edit.
 
   `observable` is the signature, and `control` the condition that separates the first
-  two explanations. `told` is the statement of the focal explanation; `own` is its
+  two explanations. `statement` is what the focal explanation says; `own` is its
   prediction of the signature under the control.
   """
   better = _both("down", observable)
   return (
-    Explanation("measured", told, {**better, control: {observable: own}}),
+    Explanation("measured", statement, {**better, control: {observable: own}}),
     Explanation(
       "generic",
       "any edit of this kind does the same, whatever it was told",
@@ -108,11 +108,11 @@ def _experiment(
       return _recovery_accounts(statement), (neighbour,)
 
 
-def _recovery_accounts(told: str) -> tuple[Explanation, ...]:
+def _recovery_accounts(statement: str) -> tuple[Explanation, ...]:
   gains: Predicted = {"log_ppl": "down"}
   same: Predicted = {"log_ppl": "same"}
   return (
-    Explanation("path", told, {"primary": gains, "neighbour": same}),
+    Explanation("path", statement, {"primary": gains, "neighbour": same}),
     Explanation(
       "generic",
       "any correction of this size does the same",

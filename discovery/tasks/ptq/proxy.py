@@ -61,10 +61,10 @@ class Proxy:
         weight = weight[_spread(weight.shape[0], ROWS)]
         places = _spread(weight.shape[1] // mxfp4.BLOCK_SIZE, PROXY_BLOCKS)
         each = jax.vmap(mxfp4.to_blocks)(taps[tap].astype(jnp.float32))[:, places]
-        # Blocks of the chosen places by sequence: the first three quarters are told.
-        told = 3 * len(each) // 4
-        measured = jnp.concatenate([*each[told:]], axis=-1)
-        inputs = LinearInputs([each[:told]])
+        # Blocks of the chosen places by sequence: the first three quarters are given.
+        given = 3 * len(each) // 4
+        measured = jnp.concatenate([*each[given:]], axis=-1)
+        inputs = LinearInputs([each[:given]])
         cut = mxfp4.from_blocks(mxfp4.to_blocks(weight)[places])
         yield (block, name), (cut, inputs, measured)
 

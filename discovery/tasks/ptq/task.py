@@ -170,14 +170,14 @@ class PtqTask(Defaults):
   @functools.cached_property
   def rivals_told(self) -> Sequence[str]:
     """Any map, and the luck of the text where it can be told."""
-    told = ["`any map would do` (1 call), where the edit changes what makes the map T"]
+    lines = ["`any map would do` (1 call), where the edit changes what makes the map T"]
     if self._scores_other_text:
       calls = 2 * self.price({"kind": OTHER_TEXT})
-      told.append(
+      lines.append(
         f"`luck of this text` ({calls} calls, the parent's run included, which is paid "
         "once), for every edit"
       )
-    return told
+    return lines
 
   floors = {
     name: (0.0,)

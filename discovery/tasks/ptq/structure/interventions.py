@@ -104,11 +104,11 @@ INTERVENTIONS: Interventions = {
 
 def without(frozen: Collection[str]) -> Interventions:
   """Returns the changes that a control may make where a task freezes some hooks."""
-  told = INTERVENTIONS["shuffle_stats"]
+  shuffled = INTERVENTIONS["shuffle_stats"]
   names = tuple(name for name in TOLD if name not in frozen)
-  hooks = dataclasses.replace(told.values["hooks"], one_of=names)
-  told = dataclasses.replace(told, values={**told.values, "hooks": hooks})
-  return {**INTERVENTIONS, "shuffle_stats": told}
+  hooks = dataclasses.replace(shuffled.values["hooks"], one_of=names)
+  shuffled = dataclasses.replace(shuffled, values={**shuffled.values, "hooks": hooks})
+  return {**INTERVENTIONS, "shuffle_stats": shuffled}
 
 
 RECOVERY: Mapping[str, tuple[str, ...]] = {
@@ -218,9 +218,11 @@ def rivals(own: Call, parent: Call, options: PtqOptions) -> list[Rival]:
   if own.plan["transform"] in ("measured", "solved") and (
     active[0].part(shaping) != active[1].part(shaping)
   ):
-    told = "any rotation of the block does the same, whatever it was made of"
-    found.append(Rival("any map would do", told, {"kind": "random_map"}))
+    statement = "any rotation of the block does the same, whatever it was made of"
+    found.append(Rival("any map would do", statement, {"kind": "random_map"}))
   if options.other_windows is not None and options.objective != "fit3":
-    told = "the score's text happens to suit the edit"
-    found.append(Rival("luck of this text", told, {"kind": "other_text"}, keeps=False))
+    statement = "the score's text happens to suit the edit"
+    found.append(
+      Rival("luck of this text", statement, {"kind": "other_text"}, keeps=False)
+    )
   return found
