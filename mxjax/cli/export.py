@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mxjax import methods
@@ -151,7 +152,10 @@ def run(options: argparse.Namespace) -> None:
   shared.fit_lengths(options, source.config.max_positions)
   # Features that the format cannot hold are rejected before anything is measured.
   params = _check(options, dropped, source)
-  record: dict[str, Any] = {"dropped": list(dropped)}
+  record: dict[str, Any] = {
+    "dropped": list(dropped),
+    "built": _built(folder.parent, source.facts),
+  }
   # Measured before it is written, so that the folder's manifest and card say what the
   # export lost.
   if options.windows:
@@ -210,6 +214,29 @@ def _open(folder: pathlib.Path) -> "Source":
   keys = ("digest", "contract", "contract_hash", "program", "calibration", "extra")
   facts = {key: manifest.get(key) for key in keys}
   return Source(params, models.ModelConfig.from_dict(config), facts=facts)
+
+
+def _built(folder: pathlib.Path, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+  """What the build in `folder` measured of the model on its first text, if it is known.
+
+  `facts` are of the checkpoint. None is of one that was moved out of its folder, saved
+  from Python, or written by `compare` beside others.
+  """
+  file = folder / "result.json"
+  known = {"program": facts["program"], "calibration": facts["calibration"]}
+  for row in json.loads(file.read_text()) if file.is_file() else ():
+    if {key: row["record"][key] for key in known} == known:
+      text, measured = next(iter(row["perplexity"].items()))
+      return {
+        "data": text,
+        "windows": [measured["windows"], measured["length"]],
+        "perplexity": {
+          "float model": row["float_perplexity"][text],
+          row["record"]["form"]: measured["mean"],
+        },
+        "agreement": row["agreement"],
+      }
+  return None
 
 
 def _check(

@@ -75,6 +75,15 @@ def perplexities(measured: Mapping[str, Any] | None) -> dict[str, str]:
   }
 
 
+def _when_built(measured: Mapping[str, Any]) -> dict[str, str]:
+  """Returns what a build measured, by what was measured: `built` of a manifest."""
+  rows = {f"when built, {name}": text for name, text in perplexities(measured).items()}
+  if found := measured["agreement"]:
+    rows["when built, KL from the float model"] = f"{found['kl_mean']:.4f} nats a token"
+    rows["when built, most likely token changed"] = f"{found['flips']:.1%} of tokens"
+  return rows
+
+
 def model_card(form: str, manifest: Mapping[str, Any]) -> str:
   """Returns the card of a folder whose manifest is given, without its files.
 
@@ -107,6 +116,8 @@ def model_card(form: str, manifest: Mapping[str, Any]) -> str:
     "checkpoint": facts.get("digest", "unknown"),
     "left out": manifest.get("dropped", []),
   }
+  if measured := manifest.get("built"):
+    rows |= _when_built(measured)
   if measured := manifest.get("evaluation"):
     rows |= perplexities(measured)
   else:

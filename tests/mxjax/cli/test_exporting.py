@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from mxjax.cli import export as export_command
 from mxjax.cli import output
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
@@ -74,6 +75,33 @@ def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
   again = mxjax("evaluate", tmp_path / "in", "--data", saved[0] / "text.txt", *WINDOWS)
   mean = again["perplexity"]["text"]["mean"]
   assert mean == measured["with what was dropped left out"]
+
+
+def test_the_row_of_the_build_is_that_of_the_same_program_and_tokens(tmp_path):
+  """A folder may have rows of several methods, and a checkpoint may come of another."""
+  measured = lambda mean: {"c4": {"mean": mean, "windows": 4, "length": 256}}
+  record = lambda name, tokens: {
+    "program": {"name": name},
+    "calibration": {"fingerprint": tokens},
+    "form": "W4A4",
+  }
+  rows = [
+    {
+      "record": record(name, tokens),
+      "perplexity": measured(mean),
+      "float_perplexity": {"c4": 20.5},
+      "agreement": {"kl_mean": 0.125},
+    }
+    for name, tokens, mean in [("rtn", "a", 30.0), ("by hand", "a", 25.0)]
+  ]
+  facts = {"program": {"name": "by hand"}, "calibration": {"fingerprint": "a"}}
+  assert export_command._built(tmp_path, facts) is None
+  (tmp_path / "result.json").write_text(json.dumps(rows))
+  built = export_command._built(tmp_path, facts)
+  assert built["perplexity"] == {"float model": 20.5, "W4A4": 25.0}
+  assert (built["data"], built["windows"]) == ("c4", [4, 256])
+  other = facts | {"calibration": {"fingerprint": "b"}}
+  assert export_command._built(tmp_path, other) is None
 
 
 def test_windows_are_as_long_as_the_model_allows_where_nobody_says(

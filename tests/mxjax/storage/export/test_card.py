@@ -47,6 +47,25 @@ def test_every_folder_has_a_card_that_is_sealed(
   assert "README.md" in manifest["files"]
 
 
+def test_what_the_build_measured_stands_beside_the_float_model():
+  built = {
+    "data": "c4",
+    "windows": [4, 256],
+    "perplexity": {"float model": 20.5, "W4A4": 23.25},
+    "agreement": {"kl_mean": 0.125, "flips": 0.0625},
+  }
+  manifest = {"source": {}, "activations": "not rounded", "built": built}
+  text = card.model_card("dequant", manifest)
+  assert (
+    "| when built, perplexity, float model | 20.5000 on c4, 4 x 256 tokens |" in text
+  )
+  assert "| when built, perplexity, W4A4 | 23.2500 on c4, 4 x 256 tokens |" in text
+  assert "| when built, KL from the float model | 0.1250 nats a token |" in text
+  assert "| when built, most likely token changed | 6.2% of tokens |" in text
+  text = card.model_card("dequant", manifest | {"built": built | {"agreement": None}})
+  assert "23.2500" in text and "KL" not in text
+
+
 def test_what_was_not_measured_or_is_not_known_is_said():
   text = card.model_card("dequant", {"source": {}, "activations": "not rounded"})
   assert "| perplexity | not measured when it was exported |" in text
