@@ -1,4 +1,4 @@
-"""map-search, map-descent and their maps in hires-next, on four small models.
+"""map-search, map-descent and their maps in hires-next, on four small models; and fits.
 
   python benchmarks/map_search.py --data ../shared/data [--models llama ...]
     [--draws 1 2]
@@ -35,15 +35,20 @@ ROWS = {
   "hires": "hires",
   "wush": "wush",
   "hires-descent": "hires-descent",
+  "hires-descent, maps fitted": "hires-descent:map_fits=16",
   "map-search": "map-search",
   "map-descent, one candidate": "map-descent:candidates=1",
   "map-descent": "map-descent",
   "map-descent, 600 steps": "map-descent:map_steps=600",
   "hires-next": "hires-next",
+  "hires-next, maps fitted": "hires-next:map_fits=16",
   "hires-next, K = 0, D = I": ONE_MAP,
   "hires-next, one candidate": f"{ONE_MAP}:candidates=1",
   "hires-next, maps searched": f"{ONE_MAP}:candidates=84",
   "hires-next, maps descended": f"{ONE_MAP}:candidates=84:map_steps=300",
+  "hires-next, maps descended and fitted": (
+    f"{ONE_MAP}:candidates=84:map_steps=300:map_fits=16"
+  ),
 }
 AGAINST = "hires", "hires-descent", "map-search", "hires-next", "map-descent"
 

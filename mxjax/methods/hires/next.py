@@ -30,7 +30,7 @@ One class has the options of all of them, and its defaults are those of `hires-d
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from mxjax.methods.gptq import conjugated, reconstruct
 from mxjax.methods.hires import searched_map, stage1, stage2
 from mxjax.methods.hires.stage3 import ATTENTION, MLP
 from mxjax.methods.options import Count, Factor, Share
-from mxjax.methods.program import Program, Realization, Shaping
+from mxjax.methods.program import Program, Realization, Shaping, fold
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics.realization import few_codes, gptq, map_refit, one_code
@@ -53,7 +53,7 @@ from mxjax.numerics.realization.activation_quantizers import (
   FewCodes,
   OneCode,
 )
-from mxjax.numerics.shaping import input_maps, reference_chart
+from mxjax.numerics.shaping import input_maps, map_fit, reference_chart
 from mxjax.numerics.shaping.input_maps import InputMap
 
 CHARTS = {
@@ -78,6 +78,8 @@ class HiResDescent(Program):
       off, which correct that map.
     map_steps: Steps by which the best candidate is turned further, down the slope of
       its rounding error; see `map_descent` of the numerics. Needs `candidates`.
+    map_fits: Turns in which the map and the nearest codes of the folded weights are
+      fitted to each other, before the codes are chosen; see `map_fit` of the numerics.
     rounding: The A4 rule, as in `HiRes`, where `changes` is 0.
     scales: Where GPTQ takes the exponents of weight blocks from.
     damping: Relative damping of GPTQ.
@@ -101,6 +103,7 @@ class HiResDescent(Program):
   max_condition: Factor = reference_chart.MAX_CONDITION
   candidates: Count = 0
   map_steps: Count = 0
+  map_fits: Count = 0
   rounding: stage2.ActivationRule = "full"
   scales: gptq.ScaleSource = "searched"
   damping: Share = gptq.DAMPING
@@ -155,15 +158,17 @@ class HiResDescent(Program):
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
     """Stage I with the chart of the options, or the best of some candidates."""
     if self.candidates:
-      return self._searched(weight, inputs)
-    return stage1.shape(
-      weight,
-      inputs,
-      use_interaction=self.use_interaction,
-      use_balance=self.use_balance,
-      chart=CHARTS[self.chart],
-      max_condition=self.max_condition,
-    )
+      shaping = self._searched(weight, inputs)
+    else:
+      shaping = stage1.shape(
+        weight,
+        inputs,
+        use_interaction=self.use_interaction,
+        use_balance=self.use_balance,
+        chart=CHARTS[self.chart],
+        max_condition=self.max_condition,
+      )
+    return fitted(shaping, weight, inputs, self.map_fits) if self.map_fits else shaping
 
   def _searched(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
     # The one-code rule counts as one change by G_Q alone: its K_Q needs the codes of
@@ -219,6 +224,30 @@ class HiResDescent(Program):
       return stage2.stored_rule(blocks, self.rounding)
     gram: Any = jax.ShapeDtypeStruct((blocks, one_code.PACKED), jnp.float32)
     return FewCodes(gram, self.changes, self.rounds_up)
+
+
+def fitted(
+  shaping: Shaping, weight: jax.Array, inputs: LinearInputs, turns: int
+) -> Shaping:
+  """Fits a linear's dense block maps and the codes of its weights to each other.
+
+  `weight` is raw, float32 `[blocks, 32, rows]`. The record gets the losses before and
+  after, by block.
+  """
+  dense = cast(input_maps.BlockDense, shaping.input_map)
+  moment = _mapped_moment(dense.matrix, inputs.moment())
+  folded = fold(weight, dense)
+  found = execution.block_on_cpu(map_fit.fit(folded, moment, inputs.rules, turns=turns))
+  losses = [found.before.tolist(), found.after.tolist()]
+  map_ = input_maps.followed(dense, found.correction)
+  return Shaping(map_, {**shaping.record, "fit_losses": losses})
+
+
+@execution.jit()
+def _mapped_moment(matrix: jax.Array, moment: jax.Array) -> jax.Array:
+  """Computes the second moments of mapped inputs, float32, from float64 ones."""
+  wide = matrix.astype(moment.dtype)
+  return (wide @ moment @ wide.mT).astype(matrix.dtype)
 
 
 @execution.jit(static_argnames=("changes", "rounds_up"))

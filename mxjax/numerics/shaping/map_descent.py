@@ -105,7 +105,7 @@ def loss_and_slope(
   """
   # The weights' term of L.
   folded = block_products(rotation, weight)
-  error = _rounded_weight(folded, rules) - folded
+  error = rounded_weight(folded, rules) - folded
   share = kappa / folded.shape[-1]
   loss = share * jnp.square(error).sum((-1, -2))
   slope = -2 * share[:, None, None] * _outer(error, folded)
@@ -203,7 +203,7 @@ def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
   return jnp.einsum("bin,bjn->bij", left, right, precision=HIGHEST)
 
 
-def _rounded_weight(weight: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+def rounded_weight(weight: jax.Array, rules: mxfp4.Rules) -> jax.Array:
   """Rounds each row of a block to nearest, at the better of two exponents."""
   floor = mxfp4.block_exponent(weight, dataclasses.replace(rules, scale_rule="floor"))
 

@@ -15,6 +15,7 @@ from mxjax.methods.hires import searched_map
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import two_sided
+from mxjax.numerics.shaping import map_fit
 
 ROWS = 64
 ONE_SIDED = methods.get("hires-descent:weighting=fisher:recover=none")
@@ -244,6 +245,25 @@ def test_maps_that_descend_lower_the_error_of_the_outputs(calibrated, float64):
     for n in (0, 100)
   )
   assert descended < 0.97 * searched
+
+
+def test_a_map_is_fitted_to_the_weights_that_it_folds(calibrated, float64):
+  """The fit follows the map, on what that folds, and its loss is in the record."""
+  weight, inputs, _ = calibrated
+  blocks = mxfp4.weight_blocks(weight)
+  fitting = dataclasses.replace(methods.HIRES_DESCENT, map_fits=4)
+  start = methods.HIRES_DESCENT.shape(blocks, inputs).input_map
+  made = fitting.shape(blocks, inputs)
+  matrix = np.asarray(start.matrix, float)
+  moment = jnp.asarray(matrix @ inputs.moment() @ matrix.swapaxes(1, 2), jnp.float32)
+  found = map_fit.fit(fold(blocks, start), moment, turns=4)
+  expected = np.asarray(found.correction) @ matrix
+  np.testing.assert_allclose(made.input_map.matrix, expected, rtol=1e-4, atol=1e-6)
+  before, after = made.record["fit_losses"]
+  np.testing.assert_allclose(before, found.before, rtol=1e-4)
+  assert (np.asarray(after) < 0.9 * np.asarray(before)).all()
+  plain, fitted = (realized(calibrated, p)[1] for p in (methods.HIRES_DESCENT, fitting))
+  assert fitted < plain
 
 
 @pytest.mark.slow
