@@ -739,7 +739,10 @@ def _budget_text(context: Context) -> str:
   if left.is_single:
     told = f"{left.calls_left} evaluator call is left, for your program as it is."
     if context.evidence in WITH_QUESTIONS:
-      told += " A question is asked all the same, and no control of it will run."
+      told += (
+        " A question is asked all the same, although so few are left, and no control "
+        "of it will run."
+      )
     return told
   told = f"{left.calls_left} of {left.calls} evaluator calls are left"
   if left.tokens_left is not None:

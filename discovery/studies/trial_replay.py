@@ -227,10 +227,13 @@ def _transition(
   (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
   asked = (r for r in selection.residuals if r.observable != demand.residual.observable)
   context = search.context(selection, "verdict")
+  # The question may have been asked of a program long before this one.
+  value = context.parent.values[demand.residual.observable]
+  question = dataclasses.replace(demand.residual, value=value)
   context = dataclasses.replace(
     context,
     # The question of the verdict is open in every condition.
-    residuals=(demand.residual, *asked),
+    residuals=(question, *asked),
     demands=(),
     checked=None,
     repeated=None,

@@ -354,7 +354,7 @@ def test_a_single_successor_is_told_its_one_call_and_what_becomes_of_its_questio
   task = world.World(seed=3)
   budget = Budget(calls_left=1, calls=1, is_single=True)
   told = "1 evaluator call is left, for your program as it is."
-  asked = "A question is asked all the same, and no control of it will run."
+  asked = "A question is asked all the same, although so few are left,"
   assert f"{told} {asked}" in text(task, budget=budget)
   plain = text(task, "text", budget=budget)
   assert told in plain and asked not in plain

@@ -9,6 +9,7 @@ import re
 import shutil
 import statistics
 import tarfile
+import types
 
 import numpy as np
 import pytest
@@ -181,6 +182,29 @@ def test_bound_is_free_with_the_demand_and_its_rules(found):
     assert [line for line in more if line in rules] == rules
     (demanded,) = [line for line in more if line and line not in rules]
     assert demanded == prompt._demand_text(each.demand, made["bound"][0])
+
+
+@pytest.mark.slow
+def test_the_open_question_has_the_value_of_the_program_that_is_revised(found):
+  """Its verdict may be about a question that was asked of a program long before."""
+  each = found[0]
+  before = dataclasses.replace(each.demand.residual, value=99.0)
+  demand = dataclasses.replace(each.demand, residual=before)
+  anything = types.SimpleNamespace
+  search = anything(
+    history=anything(experiments=[]),
+    residuals=anything(holder=lambda *_: ""),
+    record=lambda _: None,
+    select=lambda *_: anything(demands=(demand,), residuals=(before,)),
+    context=lambda *_: each.context,
+    ledger=anything(spent=each.call),
+    paused=lambda _: each.paused,
+  )
+  verdict = {"packet": each.packet, "verdict": each.verdict}
+  made = trial_replay._transition(search, {"parent": ""}, verdict, each.focal, {})
+  (asked,) = made.context.residuals
+  assert asked.key == before.key
+  assert asked.value == each.context.parent.values[asked.observable] != 99.0
 
 
 @pytest.mark.slow
