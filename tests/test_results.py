@@ -103,6 +103,12 @@ def test_the_pages_of_searched_maps_tell_what_their_rows_say():
     ("maps descended", 7, r"maps take another (\d+) to (\d+) % off\s+the KL of"),
     ("maps descended", 4, r"and (\d+) to (\d+) % off that of HiRes"),
   )
+  [fitted] = [row for row in cells if row[1] == "hires-next, maps fitted"]
+  assert (fitted[0], fitted[2]) == ("llama", "1")
+  share = round(-float(number.fullmatch(fitted[7])[3]))
+  assert re.findall(r"it takes (\d+) % off the KL of `hires-next`", page) == [
+    str(share)
+  ]
   for name, column, pattern in told:
     rows = [number.fullmatch(row[column]) for row in cells if row[1].endswith(name)]
     values = [[float(value) for value in row.groups()] for row in rows if row]

@@ -10,12 +10,14 @@ import pytest
 from mxjax.cli.main import main
 from mxjax.discovery.core import identity, store, task
 from mxjax.discovery.search import runs
-from mxjax.discovery.studies import trial
+from mxjax.discovery.studies import trial, trial_tables
 from mxjax.discovery.tasks.world import CHAOS
 
 RESULTS = pathlib.Path(__file__).parents[3] / "benchmarks" / "results"
 OPEN = RESULTS / "discovery_trial_models_pilot.tar.xz"
 """A trial whose runs have not ended."""
+GOES_ON = RESULTS / "discovery_trial_models_open.tar.xz"
+"""A trial with runs that have ended, replayed verdicts, and runs that are left."""
 ARCHIVES = sorted(RESULTS.glob("discovery_trial_*.tar.xz"))
 
 
@@ -122,6 +124,52 @@ def test_every_run_with_controls_met_luck_by_a_redraw(tmp_path):
       if (event["packet"], condition) in redraws and "loss of the edit" in seen
     }
     assert fates & {"lost", "gone", "reversed"}, name
+
+
+def test_what_the_page_tells_of_the_open_trial_is_in_its_archive(tmp_path):
+  folder = trial.unpack(GOES_ON, tmp_path)
+  page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
+  section = page.partition("## A trial on small models that goes on")[2]
+  found = re.findall(
+    r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.M
+  )
+  assert [row[0] for row in found] == ["llama", "qwen3", "olmo2"]
+  timeouts = {"quantforge": 0, "reflect": 0}
+  for name, *told in found:
+    values = []
+    for arm in timeouts:
+      score = json.loads((folder / f"heldout/scores/{name}-{arm}.json").read_text())
+      calls, value = score["value"]["marks"][-1]
+      assert calls == 40
+      values += [score["value"]["initial"], value]
+      events = store.begun_events(folder / "runs" / f"{name}-{arm}")
+      ended = [e["status"] for e in events if e["event"] == "outcome"]
+      timeouts[arm] += ended.count("timeout")
+    assert values[0] == values[2]
+    assert [f"{value:.4f}" for value in (*values[:2], values[3])] == told
+  words = " ".join(section.split())
+  told = re.search(
+    r"QuantForge (\d+) ended so, and of 120 of ReflectMem (\d+)\.", words
+  )
+  assert [int(n) for n in told.groups()] == [*timeouts.values()]
+  recorded = trial_tables.Recorded(folder)
+  improved = {
+    condition: sum(
+      trial_tables.improves(each)
+      for (_, name, _), each in recorded.successors.items()
+      if name == condition
+    )
+    for condition in ("bound", "free", "shuffled", "text")
+  }
+  told = re.search(
+    r"in (\d+) of 18 cases if it is bound .* in (\d+) if it is free, in (\d+) if it is "
+    r"bound to another verdict, and in (\d+) if it reads",
+    words,
+  )
+  assert [int(n) for n in told.groups()] == [*improved.values()]
+  for other in ("free", "shuffled", "text"):
+    for pairs in recorded.pairs("bound", other).values():
+      assert sum(first - second for first, second in pairs) >= 0
 
 
 def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path, monkeypatch):
