@@ -35,6 +35,7 @@ def test_a_build_compares_predictions_unless_it_is_told_not_to(prepared, tmp_pat
   assert said.startswith("Not measured: KL, flips, operator error; ask by --agreement")
 
 
+@pytest.mark.slow
 def test_a_weight_only_build_is_held_against_weight_only_rtn(prepared, tmp_path):
   options = builds.BuildOptions(baseline=True, agreement=False)
   row = builds.build(prepared, WEIGHT_ONLY, tmp_path / "one", options)

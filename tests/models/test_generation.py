@@ -61,6 +61,7 @@ def greedy_by_hand(model, params, tokens, count):
   return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, *slow(UNCACHED), IN_PROGRAMS])
 def test_greedy_equals_recomputing_the_bare_prefix(tiny, how):
   model, params, tokens = tiny
@@ -442,6 +443,7 @@ def test_nothing_of_other_prompts_reaches_a_prompt(
     assert np.abs(got[1] - want[0]).max() <= 16 * np.spacing(np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_samples_of_the_longest_prompts_position_repeat(tiny):
   model, params, _ = tiny
   prompts = some_prompts(model)

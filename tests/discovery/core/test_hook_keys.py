@@ -29,6 +29,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["the value of PLAN", *slow(*[*PAIRS][1:])])
 def test_what_changes_a_hook_changes_its_key(pair):
   pair = PAIRS[pair]

@@ -144,6 +144,7 @@ def test_a_call_tells_its_processor_seconds_wherever_it_runs(tmp_path):
     jailed.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["standard", *slow("strict")])
 def test_a_call_ends_by_its_processor_time_and_not_by_a_clock(tmp_path, level):
   """At both levels: the first process of a pid namespace has signals of its own."""

@@ -140,6 +140,7 @@ def world_worker(folder):
   return executor, call.active(task.interface)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [*slow(1), 2])
 def test_a_worker_that_is_killed_within_a_call_is_no_fault_of_the_candidate(
   tmp_path, monkeypatch, caplog, kills

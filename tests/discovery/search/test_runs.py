@@ -42,6 +42,7 @@ def finished(tmp_path_factory):
   return folder
 
 
+@pytest.mark.slow
 def test_plan_tells_the_cost_and_starts_nothing(capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert main(["discover", "plan", "--task", "world", "--budget", "24"]) == 0
@@ -164,6 +165,7 @@ def test_explain_tells_packet_prediction_and_change(finished, capsys):
   assert main(["discover", "explain", str(finished), "nothing"]) == 2
 
 
+@pytest.mark.slow
 def test_verify_executes_again_and_notices_a_change(finished, tmp_path, capsys):
   assert main(["discover", "verify", str(finished), "--calls", "2"]) == 0
   assert "everything holds" in capsys.readouterr().out

@@ -173,6 +173,7 @@ def test_width_changes_the_trajectory_but_not_the_accounts(executor, tmp_path):
   assert running.ledger.totals()["total"] == BUDGET
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "arm",
   [

@@ -133,6 +133,7 @@ FORGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*slow(*[*FORGED][:-1]), [*FORGED][-1]])
 def test_forged_files_are_told_in_one_sentence_that_names_them(
   finished, tmp_path, capsys, name

@@ -137,6 +137,7 @@ def test_a_gain_on_the_visible_model_alone_is_not_built_upon(finished):
   assert best["value"] <= running.programs.best.values["loss"]
 
 
+@pytest.mark.slow
 def test_transfer_is_paid_for_and_its_numbers_stay_with_the_evaluator(finished):
   running, folder = finished
   paid = [e for e in events(folder, "outcome") if e["condition"] == "transfer"]

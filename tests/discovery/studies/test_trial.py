@@ -269,6 +269,7 @@ def test_plain_text_has_the_measurements_and_no_word_of_a_verdict(found):
     assert each.told
 
 
+@pytest.mark.slow
 def test_all_requests_wait_at_the_same_time_and_hide_their_condition(
   finished, endpoint
 ):
@@ -308,6 +309,7 @@ def test_a_replay_that_lost_its_endpoint_goes_on_where_it_stood(
   assert mine == whole
 
 
+@pytest.mark.slow
 def test_workers_of_a_held_out_score_end_where_one_is_lost(
   finished, tmp_path, monkeypatch
 ):
@@ -325,6 +327,7 @@ def test_workers_of_a_held_out_score_end_where_one_is_lost(
   assert len(ended) == 1
 
 
+@pytest.mark.slow
 def test_tables_come_again_from_the_archive_without_a_model(
   finished, tmp_path, capsys, monkeypatch
 ):
@@ -348,6 +351,7 @@ def test_tables_come_again_from_the_archive_without_a_model(
   assert capsys.readouterr().out == shown[0]
 
 
+@pytest.mark.slow
 def test_samples_of_one_request_are_kept_apart(finished):
   by_packet = trial_tables.Recorded(finished.path).successors
   assert {key[2] for key in by_packet} == {0, 1}
@@ -365,6 +369,7 @@ def test_samples_of_one_request_are_kept_apart(finished):
   assert prompts == {*samples}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("crashed", "is_valid"), [(0, True), (1, True), (2, False), (20, False)]
 )
@@ -378,6 +383,7 @@ def test_a_trial_stands_only_if_its_controls_do(finished, crashed, is_valid):
   assert ("VOID" in table.note) != is_valid
 
 
+@pytest.mark.slow
 def test_a_trial_without_controls_does_not_stand(finished):
   recorded = trial_tables.Recorded(finished.path)
   recorded.events = {}
@@ -405,6 +411,7 @@ def made_up(finished, outcomes):
   return recorded
 
 
+@pytest.mark.slow
 def test_a_positive_difference_of_shares_favors_the_first(finished):
   only_bound, only_free = {"bound": True}, {"free": True}
   outcomes = {"one": [only_bound, only_bound], "two": [only_bound, only_free]}
@@ -421,6 +428,7 @@ def test_a_refused_answer_improves_nothing():
   assert not trial_tables.improves({"status": "unusable", "refused": "no object"})
 
 
+@pytest.mark.slow
 def test_sign_flips_are_those_of_an_enumeration(finished):
   generator = np.random.default_rng(1)
   outcomes = {
@@ -454,6 +462,7 @@ def test_the_sign_test_and_its_power_are_those_of_an_enumeration():
     assert trial_tables.power(pairs, first, second) == pytest.approx(chance)
 
 
+@pytest.mark.slow
 def test_a_plan_is_frozen(finished, copied, monkeypatch, tmp_path):
   file = copied.path / "plan.json"
   file.write_text(file.read_text().replace("They do.", "They do not."))
@@ -468,6 +477,7 @@ def test_a_plan_is_frozen(finished, copied, monkeypatch, tmp_path):
     trial.freeze(tmp_path / "bad", bad, tell=silent)
 
 
+@pytest.mark.slow
 def test_arms_are_compared_by_what_they_reach_held_out(finished):
   recorded = trial_tables.Recorded(finished.path)
   place = lambda *values: {
@@ -486,6 +496,7 @@ def test_arms_are_compared_by_what_they_reach_held_out(finished):
   assert [row[:3] for row in table.rows] == [["ReflectMem", "10", "1"]]
 
 
+@pytest.mark.slow
 def test_a_closed_run_is_scored_held_out(finished):
   scores = finished.run("one")
   assert scores["marks"][-1][1] < scores["initial"]
@@ -501,6 +512,7 @@ def rewritten(made, **changes):
   return made.path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("step", "extra"), [("run", []), ("close", ["one"]), ("replay", ["--recorded"])]
 )
@@ -511,6 +523,7 @@ def test_no_folder_decides_at_which_level_its_programs_run(copied, capsys, step,
   assert main([*command, "--sandbox", "off"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["task", "heldout"])
 def test_no_folder_brings_code_of_a_task(copied, capsys, where):
   own = {"task": "own", "path": str(copied.path)}
@@ -521,6 +534,7 @@ def test_no_folder_brings_code_of_a_task(copied, capsys, where):
   assert "code of its own" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_folder_decides_who_gets_a_key(copied, capsys, monkeypatch):
   monkeypatch.setenv("A_SECRET", "word")
   endpoint = {**copied.plan["endpoint"], "key_variable": "A_SECRET"}
@@ -532,6 +546,7 @@ def test_no_folder_decides_who_gets_a_key(copied, capsys, monkeypatch):
   assert "runs of the plan" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_plan_chooses_the_file_of_its_cassettes(copied, tmp_path):
   endpoint = {**copied.plan["endpoint"], "cassette": str(tmp_path / "mine")}
   opened = trial.Trial(rewritten(copied, endpoint=endpoint), tell=silent)
@@ -550,6 +565,7 @@ def test_what_is_no_plan_is_refused_in_a_sentence(tmp_path, capsys, content):
   assert f"{tmp_path / 'plan.json'}: expected" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_run_lies_outside_of_its_trial(copied):
   names = {**copied.plan["runs"], "../../one": copied.plan["runs"]["one"]}
   with pytest.raises(ValueError, match="runs: expected names of letters"):

@@ -129,6 +129,7 @@ def forget_generation():
       value.clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--cache", "e4m3"]])
 def test_generate_and_chat_keep_keys_and_values_as_asked(
   folder, chat_folder, mxjax, monkeypatch, words

@@ -109,6 +109,7 @@ def _faults(out):
     return [str(error)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "place", ["", "run", "run/layers", "run/streams", "checkpoint"]
 )

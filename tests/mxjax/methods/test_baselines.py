@@ -106,6 +106,7 @@ def assert_planned(name, params, config):
   assert planned["total"] == measured["total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", ["brq:signs=1", "rtn+tune:epochs=1", "wush:activations=float"]
 )

@@ -101,6 +101,7 @@ def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*slow("rtn", "brq"), "hires"])
 def test_installed_factors_compute_what_was_learned(name, tiny_model, tiny_build):
   """Without a map, with one for all blocks, with one for each."""

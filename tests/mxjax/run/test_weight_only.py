@@ -173,6 +173,7 @@ def test_a_checkpoint_says_what_it_is(tiny_build, tiny_config, tmp_path):
   assert evaluating._facts(saved)["method"] == "gptq:activations=float [W4A16]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("change", "told"),
   [

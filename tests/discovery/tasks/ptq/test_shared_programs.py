@@ -87,6 +87,7 @@ def test_any_number_of_units_have_their_own_results(units):
   np.testing.assert_allclose(sums, rows.sum((1, 2)) + scale, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, *slow(40, 128), 300])
 def test_an_encoder_sees_every_column_with_the_tables_of_its_block(executor, columns):
   rng = np.random.default_rng(columns)

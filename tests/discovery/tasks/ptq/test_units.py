@@ -221,6 +221,7 @@ def pairs():
   return values.astype(np.float32), (0.8 * values + 0.1 * targets).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [programs.source("recovery"), *slow(None)])
 def test_a_heads_fit_is_least_squares_of_its_own_sums(float64, source):
   card = next(t for t in edit_templates.EDIT_TEMPLATES if t.id == "value-affine")

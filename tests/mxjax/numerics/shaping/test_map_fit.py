@@ -73,6 +73,7 @@ def test_a_is_the_minimum_for_its_codes_in_any_metric(problem):
     np.testing.assert_allclose(both[0] - least, both[1] - least, rtol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "share"), [(192, 0.35), (576, 0.18), (4096, 0.04)])
 def test_normal_weights_lose_error_by_their_number_of_rows(rows, share):
   rng = np.random.default_rng(1)

@@ -16,6 +16,7 @@ from mxjax.storage.export import dequant
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
+@pytest.mark.slow
 def test_dequant_computes_the_model_without_activation_rounding(
   hires, unrounded, source, tiny_model, tmp_path
 ):
