@@ -167,6 +167,7 @@ def hook(x, y):
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEAKS)
 def test_41_rows_never_see_their_neighbours(name):
   """In a process of its own: two of the attacks change JAX for everybody."""

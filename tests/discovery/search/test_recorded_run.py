@@ -100,6 +100,7 @@ def replayed(name, recorded, tmp_path_factory):
   return out
 
 
+@pytest.mark.slow
 def test_the_replies_make_the_same_log(name, replayed, recorded):
   events = events_of(replayed)
   assert [e["call"] for e in events if e["event"] == "mark"][-1] == RUNS[name][0]

@@ -106,6 +106,7 @@ def test_a_killed_process_resumes_to_the_same_bytes(finished, tmp_path):
   assert all(p.stat().st_mtime_ns == stamp for p, stamp in paid.items())
 
 
+@pytest.mark.slow
 def test_the_report_is_one_file_without_scripts(finished):
   assert main(["discover", "report", str(finished)]) == 0
   page = (finished / "report.html").read_text()

@@ -66,6 +66,7 @@ def copied(finished, tmp_path):
   return shutil.copytree(finished[1], tmp_path / "copied")
 
 
+@pytest.mark.slow
 def test_the_ledger_adds_up_to_the_budget(finished):
   running, folder = finished
   totals = running.ledger.totals()

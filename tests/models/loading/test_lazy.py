@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
   return path
 
 
+@pytest.mark.slow
 def test_the_same_tree_whether_loaded_or_read_by_layer(folder):
   model, params = models.from_pretrained(folder)
   same_model, lazy = models.open_pretrained(folder)

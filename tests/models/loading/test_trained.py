@@ -48,6 +48,7 @@ def test_there_are_several_families():
   assert {"llama", "qwen3"} <= set(TRAINED)
 
 
+@pytest.mark.slow
 def test_the_log_describes_the_model(trained):
   log, model, params, _, _ = trained
   leaves = jax.tree.leaves(params)
@@ -61,6 +62,7 @@ def test_the_log_describes_the_model(trained):
   assert all(width % 32 == 0 for width in widths)
 
 
+@pytest.mark.slow
 def test_unseen_text_is_far_below_unigrams(trained):
   log, model, params, test, _ = trained
   found = perplexity(model, params, test).mean

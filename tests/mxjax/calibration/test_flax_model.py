@@ -184,6 +184,7 @@ def test_a_chain_of_layers_is_shown_what_the_whole_module_is(own, batch, whole):
     assert (got == want).mean() > 0.99, path
 
 
+@pytest.mark.slow
 def test_methods_see_the_inputs_of_every_linear(own, batch):
   module, params, _ = own
   program = Watching()

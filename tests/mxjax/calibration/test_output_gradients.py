@@ -47,6 +47,7 @@ def test_labels_are_drawn_by_their_probabilities(words):
   assert (np.abs(share - wanted) <= 5 * np.sqrt(wanted / len(keys)) + 1e-3).all()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_whole_model(tiny_model, tiny_params, calib):
   """A bias on a linear's output, as one would differentiate by hand.
 

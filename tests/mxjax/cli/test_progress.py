@@ -111,6 +111,7 @@ def test_events_are_lines_of_json(capsys):
   assert event == {"event": "progress", **where, **clock}
 
 
+@pytest.mark.slow
 def test_without_a_terminal_lines_take_the_place_of_bars(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(reporting, "SILENCE", 0.02)
   model, out = square.write(tmp_path / "model"), tmp_path / "out"

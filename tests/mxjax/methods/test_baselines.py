@@ -192,6 +192,7 @@ def biased(tiny_model):
   return model, jax.tree_util.tree_map_with_path(moved, jax.tree.map(draw, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_r1", [True, False])
 def test_fused_rotations_keep_the_logits(biased, tiny_tokens, has_r1):
   model, params = biased

@@ -26,6 +26,7 @@ def built(model, params, program, **changes):
   return run(params, Calibration(model, draw(0)), program, check=False)
 
 
+@pytest.mark.slow
 def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
   build = lambda program: built(tiny_model, tiny_params, program)
   program = dataclasses.replace(methods.RTN, recover=methods.HIRES.recover)

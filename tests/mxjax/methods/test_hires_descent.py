@@ -185,6 +185,7 @@ def test_each_block_takes_the_candidate_with_the_smallest_error(calibrated, floa
   assert np.abs(fewer.matrix - found.matrix)[place].max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_map_without_a_finite_error_is_never_chosen(calibrated, float64, monkeypatch):
   weight, inputs, _ = calibrated
   blocks = mxfp4.weight_blocks(weight)

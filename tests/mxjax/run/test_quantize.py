@@ -117,6 +117,7 @@ def test_a_quantized_model_has_gradients_at_its_embedding(model, params, hires):
   assert 0.4 < cosine < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hires", "brq", "rtn"])
 def test_a_shared_store_does_not_change_a_bit(
   quantize, tiny_build, hires, tmp_path, method, monkeypatch
@@ -139,6 +140,7 @@ def test_a_store_keeps_other_tokens_apart(quantize, model, tiny_tokens, tmp_path
   assert len(list(store.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_hires_beats_the_methods_it_builds_on(model, params, hires, tiny_build):
   test = np.random.default_rng(2).integers(0, 61, (1, 64)).astype(np.int32)
   error = lambda quantized: operator_error(model, params, quantized, test)

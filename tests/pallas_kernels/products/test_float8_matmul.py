@@ -79,6 +79,7 @@ def test_rows_of_several_inputs_are_shifted_in_one_launch_in_either_order():
       np.testing.assert_array_equal(moved.view(np.uint8), plain.view(np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 7, 64), (70, 130, 96)])
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_rows_outside_the_range_are_shifted_into_it(shape, implementation):

@@ -192,6 +192,7 @@ def test_a_reference_takes_integers_too():
   check(got, x, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "name"), [(4, "int8_matmul"), (5, "matmul")])
 def test_a_layer_multiplies_integers_for_up_to_four_rows(rows, name):
   weight = QuantizedLinear(packed(33, 64, -3, 3), None, Nearest())

@@ -121,6 +121,7 @@ def test_a_few_codes_reach_the_objective_of_the_reference(rows, changes, dtype):
     assert reached.sum() < 0.99 * fewer.sum()
 
 
+@pytest.mark.slow
 def test_several_changes_are_exact_where_arithmetic_is():
   rng = np.random.default_rng(1)
   x = jnp.asarray(rng.integers(-15, 16, (300, 64)) / 2.0, jnp.bfloat16)

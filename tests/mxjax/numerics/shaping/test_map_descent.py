@@ -159,6 +159,7 @@ def test_kappa_is_the_mean_of_squared_pivots_of_any_rotation(problem):
     assert found[block] == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [0, 1, None])
 def test_a_descent_lowers_the_loss_by_a_rotation(problem, changes):
   found = descended(problem, 60, changes=changes)

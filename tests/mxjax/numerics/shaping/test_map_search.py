@@ -108,6 +108,7 @@ def test_a_block_of_zeros_has_axes():
     assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_losses_are_the_errors_of_both_operands(recorded, problem, axes):
   """Of nearest inputs by float64 sums; of weights as the recorded program has it."""
   x, weight, activation, of_weight = problem
@@ -140,6 +141,7 @@ def test_the_loss_of_inputs_is_that_of_the_rule(problem, axes):
   assert (one < nearest).all() and (two < one).all()
 
 
+@pytest.mark.slow
 def test_inputs_that_are_not_rounded_have_no_part_of_the_loss(problem, axes):
   x, weight, *moments = problem
   turned, phases = map_search.turns(2)
