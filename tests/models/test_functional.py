@@ -62,6 +62,7 @@ def test_attention_does_not_look_ahead(qkv):
   assert not np.allclose(before[:, 6:], changed[:, 6:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("query_chunk", [*slow(4), 5, *slow(512)])
 def test_the_gradient_of_attention_is_that_of_softmax(qkv, query_chunk, window):

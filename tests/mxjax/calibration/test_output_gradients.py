@@ -29,6 +29,7 @@ def sampled(model, params, tokens, place):
   return output_gradients.draw_labels(jnp.stack(keys), likely)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [1, *slow(61, 256), 700])
 def test_labels_are_drawn_by_their_probabilities(words):
   """Where a uniform number falls among the sums of all words before each."""

@@ -67,6 +67,7 @@ def draw(shape, dtype=jnp.float32):
   return jnp.asarray(x.astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kind", [*slow("rtn", "brq", "wush"), "wide", "signed", "hires"]
 )

@@ -137,6 +137,7 @@ def test_the_start_is_no_constant_of_the_program():
   assert program._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("new", "head_dim", "dtype"),
   [
@@ -237,6 +238,7 @@ def ragged(arrays, starts, behind):
   return newest, past
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("new", "dtype", "window"),
   [
@@ -273,6 +275,7 @@ def rounded(arrays):
   return [queries, *(e4m3.encode(a).decode(a.dtype) for a in every)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("new", "head_dim", "dtype", "window"),
   [

@@ -95,6 +95,7 @@ def sensitivity(tensor, x, matrix, gram):
   return objective(tensor, x, matrix, gram, jnp.zeros((len(gram), 32, 32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rows", "changes", "dtype"),
   [
@@ -261,6 +262,7 @@ def launches(function, *arguments):
   return sum(each.primitive.name == "pallas_call" for each in equations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("form", "rows", "dtype", "count"),
   [

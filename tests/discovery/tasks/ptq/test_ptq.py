@@ -161,6 +161,7 @@ def test_the_one_code_template_is_the_librarys_refinement():
   assert (np.asarray(got) != np.asarray(expected)).any(0).mean() < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("act", "is_changed"),
   [

@@ -93,6 +93,7 @@ def solve_linear(step, sums, state):
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [*slow(2), 3])
 def test_a_linears_passes_sum_all_sequences_and_hand_on_their_state(
   float64, blocks, monkeypatch

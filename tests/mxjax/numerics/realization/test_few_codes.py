@@ -40,6 +40,7 @@ def problem(tokens=257, seed=0):
   return hard_inputs(rng, tokens), tables(rng)[0], maps(rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mapped", [*slow(False), True])
 @pytest.mark.parametrize("changes", [*slow(1, 2), 5])
 @pytest.mark.parametrize("rules", [mxfp4.PAPER_RULES, EVEN], ids=["floor", "even"])
