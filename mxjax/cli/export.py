@@ -217,14 +217,27 @@ def _open(folder: pathlib.Path) -> "Source":
 
 
 def _built(folder: pathlib.Path, facts: Mapping[str, Any]) -> dict[str, Any] | None:
-  """What the build in `folder` measured of the model on its first text, if it is known.
+  """Returns what the build in `folder` measured of a model on its first text.
 
-  `facts` are of the checkpoint. None is of one that was moved out of its folder, saved
-  from Python, or written by `compare` beside others.
+  `facts` are of the checkpoint. Without a finished build in the folder, or with one of
+  other models alone, nothing is known, and None is returned.
+
+  Raises:
+    ValueError: The results are not what the build wrote.
   """
-  file = folder / "result.json"
+  from mxjax.storage import atomic_io, digested_json
+
+  # A file of this name may be anybody's where no build has listed it.
+  if not (folder / digested_json.OUTPUTS).is_file():
+    return None
+  expected, mend = "the results that a build wrote", f"see mxjax verify {folder}"
+  listed = digested_json.read(folder / digested_json.OUTPUTS, expected, mend)["files"]
+  results = {name: entry for name, entry in listed.items() if name == "result.json"}
+  if faults := atomic_io.damaged_files(folder, results):
+    raise ValueRefusal(folder, expected, got=faults[0], mend=mend)
+  rows = [row for name in results for row in json.loads((folder / name).read_text())]
   known = {"program": facts["program"], "calibration": facts["calibration"]}
-  for row in json.loads(file.read_text()) if file.is_file() else ():
+  for row in rows:
     if {key: row["record"][key] for key in known} == known:
       text, measured = next(iter(row["perplexity"].items()))
       return {

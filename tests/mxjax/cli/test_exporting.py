@@ -12,7 +12,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.shaping import input_maps
-from mxjax.storage import checkpoint, export
+from mxjax.storage import checkpoint, digested_json, export
 from tests import tiny
 
 WINDOWS = ("--windows", "2", "--window-length", "32")
@@ -97,11 +97,17 @@ def test_the_row_of_the_build_is_that_of_the_same_program_and_tokens(tmp_path):
   facts = {"program": {"name": "by hand"}, "calibration": {"fingerprint": "a"}}
   assert export_command._built(tmp_path, facts) is None
   (tmp_path / "result.json").write_text(json.dumps(rows))
+  # Until a build lists it, the file may be anybody's.
+  assert export_command._built(tmp_path, facts) is None
+  digested_json.write_outputs(tmp_path)
   built = export_command._built(tmp_path, facts)
   assert built["perplexity"] == {"float model": 20.5, "W4A4": 25.0}
   assert (built["data"], built["windows"]) == ("c4", [4, 256])
   other = facts | {"calibration": {"fingerprint": "b"}}
   assert export_command._built(tmp_path, other) is None
+  (tmp_path / "result.json").write_text(json.dumps(rows[:1]))
+  with pytest.raises(ValueError, match="the results that a build wrote, got .*result"):
+    export_command._built(tmp_path, facts)
 
 
 def test_windows_are_as_long_as_the_model_allows_where_nobody_says(
