@@ -170,6 +170,33 @@ def test_what_the_page_tells_of_the_open_trial_is_in_its_archive(tmp_path):
   for other in ("free", "shuffled", "text"):
     for pairs in recorded.pairs("bound", other).values():
       assert sum(first - second for first, second in pairs) >= 0
+  # What the page says of chance stands in the tables beside the archive.
+  tables = GOES_ON.with_name("discovery_trial_models_open.md").read_text()
+  ends = {
+    other: re.search(
+      rf"\| bound - {other} \| 18 .* (\d) \| (\d) \| ([\d.]+) \|", tables
+    )
+    for other in ("free", "text")
+  }
+  assert (
+    ends["free"].groups()[:2] == ("4", "1")
+    and "four times and free alone once" in words
+  )
+  assert ends["text"].groups()[:2] == ("5", "0") and "five times and never" in words
+  told = re.findall(r"\(\$p\$ = (\.\d+)\)", words)
+  assert told == [f"{float(each[3]):.2f}"[1:] for each in ends.values()]
+  power = re.search(r"in (\d+)% of trials at 0\.05; on its 48", tables)[1]
+  assert f"shown it at .05 in {power} % of trials" in words
+  late = []
+  for name in ("llama", "qwen3", "olmo2"):
+    call = 0
+    for event in recorded.events[f"{name}-quantforge"]:
+      if event["event"] == "outcome":
+        call = event["call"] or call
+      elif event["event"] == "verdict" and call > 20:
+        late.append(event["verdict"])
+  told = f"Of {len(late)} verdicts after call 20, {late.count('unresolved')} are"
+  assert told in words
 
 
 def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path, monkeypatch):
