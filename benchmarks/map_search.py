@@ -1,4 +1,4 @@
-"""map-search, map-descent and their maps in hires-next, on four small models; and fits.
+"""Maps that are searched, learned or fitted to codes, on four small models.
 
   python benchmarks/map_search.py --data ../shared/data [--models llama ...]
     [--draws 1 2]

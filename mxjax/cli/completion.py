@@ -75,9 +75,9 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
           path = f"{place} {name}".strip()
           places.append(f'      "{place} {name}") place="{path}" ;;')
           walk(below, path)
-        continue
-      known = action.choices or NAMES.get("".join(action.option_strings[-1:]))
-      if known and action.option_strings:
+      elif action.option_strings and (
+        known := action.choices or NAMES.get(action.option_strings[-1])
+      ):
         listed = " ".join(map(str, known))
         named = "|".join(f'"{place}|{name}"' for name in action.option_strings)
         choices.append(f'    {named}) words="{listed}" ;;')

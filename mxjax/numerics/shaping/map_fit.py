@@ -73,7 +73,7 @@ def fit(
     weight: N w_r, float32 `[blocks, 32, rows]`: all of them, for A adapts to its rows.
     moment: S, float32 `[blocks, 32, 32]`.
     rules: Codec rules, of which the weights share that of ties.
-    turns: Number of times that A is computed.
+    turns: Number of times that A is computed, at least 1.
   """
   identity = jnp.broadcast_to(
     jnp.eye(weight.shape[-2], dtype=weight.dtype), moment.shape

@@ -1,5 +1,8 @@
 """The fit of a block's map to the codes of its weights, against NumPy in float64."""
 
+import pathlib
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,15 +76,27 @@ def test_a_is_the_minimum_for_its_codes_in_any_metric(problem):
     np.testing.assert_allclose(both[0] - least, both[1] - least, rtol=0.02)
 
 
+PAGE = pathlib.Path(__file__).parents[4] / "docs" / "concepts" / "hires.md"
+TOLD = re.search(
+  r"normal weights it takes (\d+) % at (\d+) rows, (\d+) % at (\d+) and (\d+) % at "
+  r"([\d,]+) rows, after eight turns",
+  " ".join(PAGE.read_text().split()),
+)
+SHARES = [int(each.replace(",", "")) for each in TOLD.groups()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "share"), [(192, 0.35), (576, 0.18), (4096, 0.04)])
-def test_normal_weights_lose_error_by_their_number_of_rows(rows, share):
+@pytest.mark.parametrize(
+  ("share", "rows"), [*zip(SHARES[::2], SHARES[1::2], strict=True)]
+)
+def test_normal_weights_lose_as_much_error_as_the_page_says(share, rows):
   rng = np.random.default_rng(1)
   weight = jnp.asarray(rng.standard_normal((BLOCKS, 32, rows)), jnp.float32)
   identity = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32)[None], (BLOCKS, 32, 32))
   found = map_fit.fit(weight, identity, turns=8)
   removed = 1 - np.asarray(found.after / found.before)
-  assert (removed > share).all() and (removed < share + 0.1).all()
+  # Another draw of weights moves it by up to a percent.
+  assert abs(100 * removed.mean() - share) < 1.5
 
 
 def test_weights_that_a_map_puts_on_the_grid_are_found_there():
