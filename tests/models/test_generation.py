@@ -386,6 +386,7 @@ def some_prompts(model, lengths=(5, 1, 31, 12), seed=2):
 E4M3 = {"cache_format": "e4m3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "how", [*slow({}, UNCACHED, IN_PROGRAMS, E4M3), IN_PROGRAMS | E4M3]
 )

@@ -158,6 +158,7 @@ def test_a_hostile_server_leaves_a_run_that_goes_on(server, tmp_path, capsys, na
   assert len([e for e in events if e["event"] == "replies"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("limit", "told"),
   [

@@ -245,7 +245,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+LONG_FAULTS = ("2 loop while tracing", "8 unrolled", "10 recursion")
+"""Each runs until a limit of time; `1 loop at import` stands for them elsewhere."""
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG_FAULTS)) for n in FAULTS],
+)
 def test_a_fault_has_its_status_and_the_tracer_goes_on(tracer, name, record_property):
   code, expected = FAULTS[name]
   before = remains()

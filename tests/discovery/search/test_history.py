@@ -40,6 +40,7 @@ def without_last_mark(folder, out):
   kept.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [BUDGET - 1, *slow(BUDGET, BUDGET + 1)])
 def test_the_program_that_a_run_ends_with_is_marked(tmp_path, every):
   """Also if it came after the last multiple, or there was none."""

@@ -188,6 +188,7 @@ def quick(tmp_path_factory):
   return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["torn", "gone"])
 def test_verify_names_a_program_that_is_lost(quick, tmp_path, harm):
   copied = shutil.copytree(quick, tmp_path / "run")

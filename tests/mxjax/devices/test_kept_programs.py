@@ -54,6 +54,7 @@ def programs(folder):
   return sorted(folder.rglob("*" + kept_programs.SUFFIX))
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
   folder = tmp_path / "made" / "here"
   value, hits, misses, config, _ = told(keeping(folder))

@@ -115,6 +115,7 @@ def test_linears_of_many_rows_share_a_pass_by_the_form_of_their_operands():
     np.testing.assert_array_equal(y, run(x, weight, implementation="interpret"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [*slow(3), 300])
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")

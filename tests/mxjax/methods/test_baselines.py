@@ -145,6 +145,7 @@ def test_mr_gptq_takes_the_first_size_that_divides_and_records_it(tiny_build):
   assert linears["mlp/down_proj"]["hadamard_size"] == 32
 
 
+@pytest.mark.slow
 def test_batquant_at_the_identity_is_gptq(tiny_build):
   untrained = tiny_build("batquant:steps=0:clip_logit=Infinity")
   assert_same_weights(untrained, tiny_build("gptq"))

@@ -112,6 +112,7 @@ def realized(calibrated, program):
   return leaf, float(error), record
 
 
+@pytest.mark.slow
 def test_the_hessian_is_damped_as_much_as_asked(calibrated, float64):
   plain, damped = ONE_SIDED, dataclasses.replace(ONE_SIDED, damping=0.1)
   leaves, _, records = zip(

@@ -187,6 +187,7 @@ def watched(at_event):
     yield
 
 
+@pytest.mark.slow
 def test_a_kill_between_any_two_writes_costs_its_step_alone(undisturbed, tmp_path):
   """A copy of the folder at an event is what a SIGKILL there leaves."""
   path, copies, seen = tmp_path / "run", [], set()

@@ -227,6 +227,7 @@ def test_progress_rises_and_ends_in_the_last_layer(quantize):
   ]
 
 
+@pytest.mark.slow
 def test_differentiating_the_float_model_is_told_and_timed(
   tiny_params, model, tiny_tokens
 ):

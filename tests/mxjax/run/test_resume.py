@@ -59,6 +59,7 @@ def undisturbed(tiny_params, calib, tmp_path_factory):
   return run(tiny_params, calib, folder), folder
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_no_gradients(tiny_params, calib, tmp_path):
   program, folder = methods.get("rtn:weighting=fisher"), tmp_path / "run"
   with pytest.raises(Stopped):
@@ -289,6 +290,7 @@ def test_killed_while_a_layer_is_written_behind_the_next(deep, tmp_path):
   assert bits(resumed.params) == bits(run(*deep).params)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_loses_nothing(deep, tmp_path):
   folder, calls = tmp_path / "run", iter([False, True])
   with pytest.raises(Stopped, match="after layer 2 of 4"):

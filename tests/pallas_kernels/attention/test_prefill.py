@@ -48,6 +48,7 @@ def test_the_kernel_equals_the_definition_and_the_reference(length, window):
   assert error(got, exact(*arrays, 0, window)) <= 2.0**-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 30])
 def test_the_shipped_tile_equals_the_reference(window):
   arrays = sequences(1, 200, seed=1)

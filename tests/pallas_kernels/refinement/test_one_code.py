@@ -289,6 +289,7 @@ def test_linears_of_one_input_share_a_launch(form, rows, dtype, count):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("rows", "dtype"), [*slow((5, jnp.float32)), (70, jnp.bfloat16)]
 )
