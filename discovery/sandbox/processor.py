@@ -5,7 +5,9 @@ busy machine stretches the time of a clock on the wall, and this hardly.
 """
 
 import contextlib
+import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,8 @@ COMPILING, REST = "compiling", "the rest"
 """Names of the two parts of a call that are no hook."""
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 """JAX's event for a traced program, which is lowered and compiled next, if it is."""
+RECORD = 4096
+"""Bytes of what `Meter.tell` writes."""
 Seconds = Mapping[str, float]
 """Processor seconds by part: the name of a hook, `COMPILING` or `REST`."""
 
@@ -44,7 +48,22 @@ class Meter:
     """Starts to listen to what JAX compiles; `clock` returns processor seconds."""
     self._clock = clock
     self._now = _Measurement()
+    self._told_to: int | None = None
     jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+  def tell(self, file: int) -> None:
+    """Writes into an open file, from now on, what `unfinished` reads.
+
+    A call that uses up its time is ended within a part and cannot answer. This is what
+    remains of it.
+    """
+    self._told_to = file
+
+  def _tell(self) -> None:
+    if self._told_to is not None:
+      now = self._now.open[-1] if self._now.open else ""
+      told = json.dumps([now, self._now.spent]).encode()[:RECORD]
+      os.pwrite(self._told_to, told.ljust(RECORD), 0)
 
   def _charge(self, part: str, until: float) -> None:
     # Never below 0: what is compiled within a part may have been traced before it
@@ -52,6 +71,7 @@ class Meter:
     before = self._now.spent.get(part, 0.0)
     self._now.spent[part] = before + max(until - self._now.since, 0.0)
     self._now.since = max(until, self._now.since)
+    self._tell()
 
   def _listen(self, event: str, duration: float, **about: Any) -> None:
     del duration, about
@@ -94,6 +114,7 @@ class Meter:
   @contextlib.contextmanager
   def _within(self, part: str) -> Iterator[None]:
     self._now.open.append(part)
+    self._tell()
     try:
       yield
     finally:
@@ -107,6 +128,24 @@ METER = Meter()
 def spent_on(function: Any) -> contextlib.AbstractContextManager[None]:
   """Charges what runs inside to a hook of `ArtifactTable`, which knows its name."""
   return METER.on(getattr(function, "hook", ""))
+
+
+def unfinished(file: int, limit: float) -> str:
+  """Says what a call that used up `limit` processor seconds had spent them on.
+
+  `file` is the one that its `Meter.tell` wrote into. Nothing is said of a call that
+  left no such record, or one that is none.
+  """
+  try:
+    now, spent = json.loads(os.pread(file, RECORD, 0))
+    spent = checked(spent)
+    # The part that was being worked on has what is left of the limit.
+    spent[now] = spent.get(now, 0.0) + max(limit - sum(spent.values()), 0.0)
+  except (ValueError, TypeError):
+    return ""
+  parts = sorted(spent.items(), key=lambda part: (-part[1], part[0]))
+  told = ", ".join(f"{name} {each:.3g}" for name, each in parts if each >= 0.05)
+  return f"{told}; {now} had not ended"
 
 
 def checked(seconds: Any) -> dict[str, float]:

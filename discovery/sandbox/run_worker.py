@@ -159,9 +159,11 @@ def main() -> None:
   from mxjax.devices import kept_programs
   from mxjax.discovery.core.task import Status
   from mxjax.discovery.sandbox.executor import status_of
+  from mxjax.discovery.sandbox.processor import METER
 
   if config["compiled"]:
     kept_programs.keep_compiled(config["compiled"])
+  METER.tell(config["progress"])
   _exit_at_limit()
   most = config["limits"]["call_cpu_seconds"]
   phase, caches = _Phase(config), _Caches()

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import jax
 
@@ -22,7 +22,7 @@ import mxjax
 from mxjax.discovery.core.candidate_source import TRACE_SECONDS, WALL_SECONDS
 from mxjax.discovery.core.proposal import CALL_SECONDS, OutageError
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox import answers, frames, jail
+from mxjax.discovery.sandbox import answers, frames, jail, processor
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
@@ -102,6 +102,10 @@ class WorkerError(RuntimeError):
     self.status = status
 
 
+class UsedUpError(WorkerError):
+  """Raised for a worker that ended because its call used up its processor time."""
+
+
 class KilledError(WorkerError):
   """Raised for a worker that something else ended, such as a machine without memory.
 
@@ -138,8 +142,10 @@ class LevelError(WorkerError, ValueError):
 class Worker:
   """A worker process that answers framed requests."""
 
-  def __init__(self, script: str, argument: Any, limits: jail.Limits) -> None:
-    """Starts the process and waits until it is ready.
+  def __init__(
+    self, script: str, argument: Any, limits: jail.Limits, files: tuple[int, ...] = ()
+  ) -> None:
+    """Starts the process, which inherits `files`, and waits until it is ready.
 
     Raises:
       WorkerError: It did not start; the message holds the end of its error output.
@@ -158,6 +164,7 @@ class Worker:
       env=_clean_environment(),
       cwd="/",
       start_new_session=True,
+      pass_fds=files,
     )
     assert self._process.stdin is not None
     # A worker that does not read must not stall this side beyond its deadline.
@@ -245,8 +252,8 @@ class Worker:
       status = Status.MEMORY
     code = self._process.returncode
     if is_ended and code == signal.SIGXCPU:
-      status = Status.TIMEOUT
       detail = f"took more than {self._cpu_seconds} processor seconds"
+      raise UsedUpError(Status.TIMEOUT, detail)
     took = time.monotonic() - self._begun
     is_early = took * (os.cpu_count() or 1) < self._limits.cpu_seconds
     # The kernel kills for CPU time by the same signal, but not as early.
@@ -432,23 +439,38 @@ class RunWorker:
     self._worker: Worker | None = None
     self._scratch = ""
     self._sent: set[str] = set()
+    self._progress: IO[bytes] | None = None
 
   def _start(self) -> Worker:
     if self._worker is not None and not self._worker.is_alive:
       self.close()
     if self._worker is None:
       self._scratch = tempfile.mkdtemp(prefix="mxjax-run-")
-      config = {**self._config, "scratch": self._scratch}
-      self._worker = Worker("run_worker.py", config, self._limits)
+      # What a call had spent its time on, where it is ended and cannot answer.
+      self._progress = tempfile.TemporaryFile()
+      progress = self._progress.fileno()
+      config = {**self._config, "scratch": self._scratch, "progress": progress}
+      self._worker = Worker("run_worker.py", config, self._limits, (progress,))
       self._sent = set()
     return self._worker
 
   def _ask(
-    self, parts: list[bytes], cpu_seconds: int | None = None
+    self, parts: list[bytes], left: float, cpu_seconds: int | None = None
   ) -> tuple[dict[str, Any], bytes]:
+    """Asks the worker, which may use `left` processor seconds."""
+    worker = self._start()
+    assert self._progress is not None
+    self._progress.truncate(0)
     try:
-      head, payload = self._start().ask(frames.pack(parts), cpu_seconds=cpu_seconds)
+      head, payload = worker.ask(frames.pack(parts), cpu_seconds=cpu_seconds)
       answer = answers.parse(head)
+    except UsedUpError as error:
+      told = processor.unfinished(self._progress.fileno(), left)
+      self.close()
+      if not told:
+        raise
+      told = f"{error}: in its phase {self._config['phase']} {told}"
+      raise UsedUpError(error.status, told) from error
     except WorkerError:
       self.close()
       raise
@@ -475,7 +497,7 @@ class RunWorker:
       "specs": [dict(spec) for spec in specs],
     }
     parts = [json.dumps(request).encode(), *(hooks[spec["name"]] for spec in specs)]
-    answer, _ = twice(lambda: self._ask(parts, seconds))
+    answer, _ = twice(lambda: self._ask(parts, seconds, seconds))
     names, found = [spec["name"] for spec in specs], answer.get("computation")
     # The identities become names of files.
     if not isinstance(found, list) or [*map(answers.is_identity, found)] != [
@@ -513,11 +535,13 @@ class RunWorker:
     blobs = [data for _, data in fresh.values()]
     head = json.dumps(request).encode()
     self._sent |= fresh.keys()
-    return self._ask([head, *blobs, before])
+    return self._ask([head, *blobs, before], request["cpu_seconds"])
 
   def close(self) -> None:
     """Kills the worker, if there is one."""
     if self._worker is not None:
       self._worker.kill()
       self._worker = None
+      assert self._progress is not None
+      self._progress.close()
       shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,5 +1,7 @@
 """Processor time of a call: what it was spent on, and where it ends."""
 
+import os
+import tempfile
 import threading
 from concurrent import futures
 
@@ -108,6 +110,27 @@ def test_the_parts_of_a_measurement_are_its_whole_processor_time():
   assert {*spent} == {processor.COMPILING, processor.REST, "hook"}
 
 
+def test_what_a_call_had_spent_can_be_read_when_it_did_not_end(meter, clock):
+  with tempfile.TemporaryFile() as file:
+    assert processor.unfinished(file.fileno(), 60) == ""
+    meter.tell(file.fileno())
+    with meter.measured():
+      with meter.on("encode"):
+        clock.passes(7.0)
+      clock.passes(1.0)
+      with meter.on("recover"):
+        clock.passes(2.0)
+        # It was killed here, at 20 seconds: what is left is of the part within.
+        found = processor.unfinished(file.fileno(), 20)
+    assert found == "recover 12, encode 7, the rest 1; recover had not ended"
+    # A new call has nothing of the one before.
+    with meter.measured():
+      found = processor.unfinished(file.fileno(), 20)
+    assert found == "the rest 20; the rest had not ended"
+    os.pwrite(file.fileno(), b'["encode", {"encode": "7"}]'.ljust(4096), 0)
+    assert processor.unfinished(file.fileno(), 20) == ""
+
+
 @pytest.mark.parametrize(
   "sent", [None, [], {"a": "1"}, {"a": True}, {"a": -1.0}, {"a": 1e999}, {1: 1.0}]
 )
@@ -154,7 +177,10 @@ def test_a_call_ends_by_its_processor_time_and_not_by_a_clock(tmp_path, level):
   try:
     outcome, took = ended(executor, call_of(executor, endless))
     assert outcome.status == Status.TIMEOUT
-    assert outcome.detail.startswith("took more than 2 processor seconds")
+    told = outcome.detail
+    assert told.startswith("took more than 2 processor seconds: in its phase ")
+    # This task runs its hooks without names.
+    assert told.endswith("; the rest had not ended")
     assert took.processor == {}
     # Of the next worker, and of as many calls as there are.
     for _ in range(3):
