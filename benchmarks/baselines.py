@@ -48,7 +48,7 @@ REPLICATES = 3
 SEEDS = "0,3,5"
 FAMILIES = ("llama", "qwen3", "mistral", "olmo2")
 ABLATIONS = (
-  "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,readings,"
+  "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,"
   "next,controls"
 )
 PARTS = {
@@ -60,13 +60,12 @@ PARTS = {
   "recovery-seeds": "recovery-seeds,encoding-seeds",
   "costs": "rule-cost,cost",
   "predictions": "predictions",
-  "readings": "readings",
 }
 """The paper's tables, a result each: whole methods, what the parts of HiRes are worth
 on tasks, what they do to linears and memory, what several calibration draws tell of
 HiRes and WUSH, of K and D, and of recovery, the times, which want a machine without
-other work from the first build on, hires-next, and what the paper leaves open."""
-DRAWN = ("ablations", "details", "readings")
+other work from the first build on, and hires-next."""
+DRAWN = ("ablations", "details")
 """Parts that the trained models have of all draws; learned baselines take too long."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (

@@ -1,6 +1,7 @@
 """What result files say of how they were made: a command that makes them again."""
 
 import argparse
+import importlib
 import itertools
 import json
 import pathlib
@@ -8,6 +9,8 @@ import re
 import shlex
 
 import numpy as np
+
+from mxjax.evaluation.tables.declared import TABLES
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -27,6 +30,14 @@ OLDER = {
 
 One that is made again leaves its set; none may join one.
 """
+
+
+def test_the_tables_that_a_benchmark_asks_for_are_declared(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+  baselines = importlib.import_module("baselines")
+  for wanted in (baselines.ABLATIONS, *baselines.PARTS.values()):
+    assert not set(wanted.split(",")) - TABLES.keys()
+  assert set(baselines.DRAWN) <= baselines.PARTS.keys()
 
 
 def missing(file):
