@@ -33,6 +33,13 @@ MAX_DEPTH = 100
 MAX_INTEGER_BITS = 1024
 """Longest integer constant; Python does not print much longer ones."""
 IMPORTS = ("functools", "jax", "jax.lax", "jax.numpy", "math", "numpy")
+USUAL = {
+  "functools": "import functools",
+  "lax": "from jax import lax",
+  "math": "import math",
+  "np": "import numpy as np",
+}
+"""Imports of names that functions use, where they come without them."""
 # Names and attributes that reach files, settings, callbacks or code by its text. The
 # jail stops what they would do; a refusal here tells the proposer the line.
 FORBIDDEN_NAMES = frozenset(
@@ -346,15 +353,32 @@ def _names(node: ast.AST) -> set[str]:
   return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
+def _with_imports(code: str, source: str) -> str:
+  """Returns code with imports of the modules in `USUAL` that it uses and nobody binds.
+
+  Functions are often written as if the module had them all: without an import, the
+  first call would end by a `NameError`.
+  """
+  tree, new = _parsed(source), _parsed(code)
+  bound = {name for node in (*tree.body, *new.body) if (name := _name(node))}
+  for node in (*tree.body, *new.body):
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      bound |= {(n.asname or n.name).partition(".")[0] for n in node.names}
+  missing = [line for name, line in USUAL.items() if name in _names(new) - bound]
+  return "\n".join([*missing, code])
+
+
 def with_functions(source: str, code: str, *, replace: bool = True) -> str:
   """Returns `source` with its functions replaced by those of the same name in `code`.
 
   Without `replace`, only names that `source` does not define are added. New functions
-  and constants go before the first function; imports are merged.
+  and constants go before the first function; imports are merged, and those of `USUAL`
+  that the code lacks are added.
 
   Raises:
     RejectedError: A source does not parse, or is nested too deep.
   """
+  code = _with_imports(code, source)
   tree, new = _parsed(source), _parsed(code)
   position = {_name(node): i for i, node in enumerate(tree.body) if _name(node)}
   added = []
@@ -433,6 +457,7 @@ def merged(source: str, code: str, plan: Mapping[str, Literal]) -> str:
   Raises:
     RejectedError: A source does not parse, or is nested too deep.
   """
+  code = _with_imports(code, source)
   tree, new, lines = _parsed(source), _parsed(code), source.splitlines()
   place = {name: n for n in tree.body if (name := _name(n))}
   # Lines of the source, from start to end, and what takes their place; an empty span

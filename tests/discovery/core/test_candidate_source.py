@@ -282,6 +282,26 @@ def test_a_merged_text_executes_as_the_merged_tree(code, plan, has_plan):
   assert ("# why" in text) == ("# why" in code)
 
 
+def test_functions_may_use_the_usual_modules_without_importing_them():
+  task = world.World(seed=3)
+  source = task.interface.default_source()
+  code = "def mlp(x):\n  return math.sqrt(4) * np.float32(1) * lax.abs(x)\n"
+  for whole in (
+    candidate_source.merged(source, code, {}),
+    candidate_source.with_functions(source, code),
+  ):
+    for line in ("import math", "import numpy as np", "from jax import lax"):
+      assert line in whole.splitlines()
+    assert "functools" not in whole, "nobody uses it"
+    traced = tracing.trace(whole, task.interface.to_list())
+    assert "mlp" in [hook.name for hook in traced]
+    # What is bound already stays: nothing is imported twice, or over a helper.
+    again = candidate_source.with_functions(whole, code.replace("4", "9"))
+    assert again.count("import math") == 1
+  own = candidate_source.merged("def np(x):\n  return x\n" + source, code, {})
+  assert "numpy" not in own.replace("jax.numpy", "")
+
+
 PLANS = {
   "in a tuple": "PLAN, X = {'remeasure': True}, 1\n",
   "by another name too": "X = PLAN = {'remeasure': True}\n",
