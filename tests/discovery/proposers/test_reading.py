@@ -74,6 +74,14 @@ def test_an_answer_is_read_in_every_shape(text):
   assert admit(made.source, TASK.interface).hooks["mlp"].endswith("jnp.roll(x, 1)")
 
 
+def test_a_fence_may_hold_constants_alone():
+  told = lambda body: proposal(f'{{"label": "a"}}\n{FENCE}python\n{body}\n{FENCE}')
+  assert "DEPTH = 3" in told("DEPTH = 3").source
+  # What binds nothing, such as an example of a call, is no code.
+  with pytest.raises(ValueError, match="got none"):
+    told("mlp(x) == 3")
+
+
 WHOLE = (
   "thinking tags",
   "thinking with code",
