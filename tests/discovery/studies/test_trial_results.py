@@ -130,28 +130,43 @@ def test_what_the_page_tells_of_the_open_trial_is_in_its_archive(tmp_path):
   folder = trial.unpack(GOES_ON, tmp_path)
   page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
   section = page.partition("## A trial on small models that goes on")[2]
-  found = re.findall(
-    r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.M
-  )
+  arms = ("quantforge", "reflect", "text", "free", "score")
+  cell = r" ([\d.]+|-) \|"
+  found = re.findall(rf"^\| (\w+) \|{6 * cell}$", section, re.M)
   assert [row[0] for row in found] == ["llama", "qwen3", "olmo2"]
-  timeouts = {"quantforge": 0, "reflect": 0}
-  for name, *told in found:
-    values = []
-    for arm in timeouts:
-      score = json.loads((folder / f"heldout/scores/{name}-{arm}.json").read_text())
-      calls, value = score["value"]["marks"][-1]
+  timeouts, ahead = dict.fromkeys(arms, 0), []
+  for name, start, *told in found:
+    ours = float(told[0])
+    ahead.append([None if each == "-" else float(each) - ours for each in told[1:]])
+    for arm, shown in zip(arms, told, strict=True):
+      file = folder / f"heldout/scores/{name}-{arm}.json"
+      # A run has a score when it has ended.
+      if shown == "-":
+        assert not file.is_file()
+        continue
+      score = json.loads(file.read_text())["value"]
+      calls, value = score["marks"][-1]
       assert calls == 40
-      values += [score["value"]["initial"], value]
+      assert [f"{each:.4f}" for each in (score["initial"], value)] == [start, shown]
       events = store.begun_events(folder / "runs" / f"{name}-{arm}")
       ended = [e["status"] for e in events if e["event"] == "outcome"]
       timeouts[arm] += ended.count("timeout")
-    assert values[0] == values[2]
-    assert [f"{value:.4f}" for value in (*values[:2], values[3])] == told
+  # ReflectMem, controls as text, without demands, scores alone: by what the page says.
+  signs = [[d and (d > 0) - (d < 0) for d in each] for each in zip(*ahead, strict=True)]
+  assert [sorted(each, key=str) for each in signs[:3]] == [
+    sorted(each, key=str) for each in ([1, 0, -1], [1, 1, -1], [1, 1, 1])
+  ]
+  assert {each for each in signs[3] if each is not None} == {1}
   words = " ".join(section.split())
   told = re.search(
     r"QuantForge (\d+) ended so, and of 120 of ReflectMem (\d+)\.", words
   )
-  assert [int(n) for n in told.groups()] == [*timeouts.values()]
+  assert [int(n) for n in told.groups()] == [
+    timeouts["quantforge"],
+    timeouts["reflect"],
+  ]
+  most = re.search(r"Of those of each other arm it was (\d) at most", words)[1]
+  assert int(most) == max(timeouts[arm] for arm in ("text", "free", "score"))
   recorded = trial_tables.Recorded(folder)
   improved = {
     condition: sum(
@@ -172,6 +187,12 @@ def test_what_the_page_tells_of_the_open_trial_is_in_its_archive(tmp_path):
       assert sum(first - second for first, second in pairs) >= 0
   # What the page says of chance stands in the tables beside the archive.
   tables = GOES_ON.with_name("discovery_trial_models_open.md").read_text()
+  falls = re.search(r"Held out: the target falls \|(.*)\|", tables)[1]
+  free, bound, shuffled, text = re.findall(r"(\d+)/18", falls)
+  assert (
+    f"in {bound} of 18 cases if it is bound, {free} if it is free, {shuffled} if it is "
+    f"bound to another verdict, and {text} if it reads text"
+  ) in words
   ends = {
     other: re.search(
       rf"\| bound - {other} \| 18 .* (\d) \| (\d) \| ([\d.]+) \|", tables
