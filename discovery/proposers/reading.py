@@ -16,8 +16,8 @@ MAX_COMMAS = 256
 THINKING = re.compile(r"<(think|thinking|reasoning)>.*?</\1>", re.S | re.I)
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)\n?[ \t]*```", re.S | re.M)
 CODE = ("python", "py", "jax", "")
-DEFINES = re.compile(r"\bdef |^[A-Za-z_]\w*[ \t]*=(?!=)", re.M)
-"""What a fence of code has: a function, or a constant at the start of a line."""
+CONSTANT = re.compile(r"^[A-Za-z_]\w*[ \t]*=(?!=)", re.M)
+"""What makes a fence code that names its language, and has no function."""
 
 
 def answer(text: str, keys: frozenset[str]) -> dict[str, Any]:
@@ -64,8 +64,12 @@ def answer(text: str, keys: frozenset[str]) -> dict[str, Any]:
   start, end, value = last
   if not {"code", "source"} & {k for k, v in value.items() if v}:
     outside = text[:start] + "\n" + text[end:]
-    fences = [body for name, body in FENCE.findall(outside) if name.lower() in CODE]
-    if code := [body for body in fences if DEFINES.search(body)]:
+    fences = [each for each in FENCE.findall(outside) if each[0].lower() in CODE]
+    if code := [
+      body
+      for name, body in fences
+      if "def " in body or (name and CONSTANT.search(body))
+    ]:
       value = {**value, "code": "\n\n".join(code)}
   return {name: each for name, each in value.items() if each is not None}
 

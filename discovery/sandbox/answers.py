@@ -1,6 +1,7 @@
 """Strict parsing of what run workers answer, which may be anything."""
 
 import json
+import os
 import re
 from typing import Any
 
@@ -42,6 +43,24 @@ def parse(head: bytes) -> dict[str, Any]:
     raise ValueError(f"outputs that are no digests: {answer['outputs']!r:.100}")
   processor.checked(answer.get("processor", {}))
   return {"detail": "", **answer, "status": Status(answer.get("status", ""))}
+
+
+def unfinished(file: int, limit: float) -> str:
+  """Says what a call that used up `limit` processor seconds had spent them on.
+
+  `file` is the open file that its `processor.Meter` wrote into. Nothing is said of a
+  call that left no record there, or something else.
+  """
+  try:
+    now, spent = strict_json(os.pread(file, processor.RECORD, 0))
+    spent = processor.checked({now: 0.0, **spent})
+  except (ValueError, TypeError, RecursionError):
+    return ""
+  # The part that was being worked on has what is left of the limit.
+  spent[now] += max(limit - sum(spent.values()), 0.0)
+  parts = sorted(spent.items(), key=lambda part: (-part[1], part[0]))
+  told = ", ".join(f"{name} {each:.3g}" for name, each in parts if each >= 0.05)
+  return f"{told}; {now} had not ended"
 
 
 def is_identity(value: Any) -> bool:

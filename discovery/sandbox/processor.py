@@ -22,7 +22,7 @@ COMPILING, REST = "compiling", "the rest"
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 """JAX's event for a traced program, which is lowered and compiled next, if it is."""
 RECORD = 4096
-"""Bytes of what `Meter.tell` writes."""
+"""Bytes of what `Meter.tell` writes and `answers.unfinished` reads."""
 Seconds = Mapping[str, float]
 """Processor seconds by part: the name of a hook, `COMPILING` or `REST`."""
 
@@ -52,10 +52,10 @@ class Meter:
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def tell(self, file: int) -> None:
-    """Writes into an open file, from now on, what `unfinished` reads.
+    """Writes into an open file, from now on, what each second was spent on.
 
     A call that uses up its time is ended within a part and cannot answer. This is what
-    remains of it.
+    remains of it; see `answers.unfinished`.
     """
     self._told_to = file
 
@@ -128,24 +128,6 @@ METER = Meter()
 def spent_on(function: Any) -> contextlib.AbstractContextManager[None]:
   """Charges what runs inside to a hook of `ArtifactTable`, which knows its name."""
   return METER.on(getattr(function, "hook", ""))
-
-
-def unfinished(file: int, limit: float) -> str:
-  """Says what a call that used up `limit` processor seconds had spent them on.
-
-  `file` is the one that its `Meter.tell` wrote into. Nothing is said of a call that
-  left no such record, or one that is none.
-  """
-  try:
-    now, spent = json.loads(os.pread(file, RECORD, 0))
-    spent = checked(spent)
-    # The part that was being worked on has what is left of the limit.
-    spent[now] = spent.get(now, 0.0) + max(limit - sum(spent.values()), 0.0)
-  except (ValueError, TypeError):
-    return ""
-  parts = sorted(spent.items(), key=lambda part: (-part[1], part[0]))
-  told = ", ".join(f"{name} {each:.3g}" for name, each in parts if each >= 0.05)
-  return f"{told}; {now} had not ended"
 
 
 def checked(seconds: Any) -> dict[str, float]:

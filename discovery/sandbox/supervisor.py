@@ -22,7 +22,7 @@ import mxjax
 from mxjax.discovery.core.candidate_source import TRACE_SECONDS, WALL_SECONDS
 from mxjax.discovery.core.proposal import CALL_SECONDS, OutageError
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox import answers, frames, jail, processor
+from mxjax.discovery.sandbox import answers, frames, jail
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
@@ -447,7 +447,7 @@ class RunWorker:
     if self._worker is None:
       self._scratch = tempfile.mkdtemp(prefix="mxjax-run-")
       # What a call had spent its time on, where it is ended and cannot answer.
-      self._progress = tempfile.TemporaryFile()
+      self._progress = self._progress or tempfile.TemporaryFile()
       progress = self._progress.fileno()
       config = {**self._config, "scratch": self._scratch, "progress": progress}
       self._worker = Worker("run_worker.py", config, self._limits, (progress,))
@@ -465,7 +465,7 @@ class RunWorker:
       head, payload = worker.ask(frames.pack(parts), cpu_seconds=cpu_seconds)
       answer = answers.parse(head)
     except UsedUpError as error:
-      told = processor.unfinished(self._progress.fileno(), left)
+      told = answers.unfinished(self._progress.fileno(), left)
       self.close()
       if not told:
         raise
@@ -542,6 +542,7 @@ class RunWorker:
     if self._worker is not None:
       self._worker.kill()
       self._worker = None
-      assert self._progress is not None
-      self._progress.close()
       shutil.rmtree(self._scratch, ignore_errors=True)
+    if self._progress is not None:
+      self._progress.close()
+      self._progress = None

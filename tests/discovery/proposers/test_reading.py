@@ -75,11 +75,15 @@ def test_an_answer_is_read_in_every_shape(text):
 
 
 def test_a_fence_may_hold_constants_alone():
-  told = lambda body: proposal(f'{{"label": "a"}}\n{FENCE}python\n{body}\n{FENCE}')
-  assert "DEPTH = 3" in told("DEPTH = 3").source
-  # What binds nothing, such as an example of a call, is no code.
-  with pytest.raises(ValueError, match="got none"):
-    told("mlp(x) == 3")
+  told = lambda name, body: proposal(
+    f'{{"label": "a"}}\n{FENCE}{name}\n{body}\n{FENCE}'
+  )
+  assert "DEPTH = 3" in told("python", "DEPTH = 3").source
+  # What binds nothing, such as an example of a call, is no code, and neither is what
+  # may be a formula.
+  for fence in (("python", "mlp(x) == 3"), ("", "DEPTH = 3")):
+    with pytest.raises(ValueError, match="got none"):
+      told(*fence)
 
 
 WHOLE = (

@@ -58,22 +58,26 @@ NO_ANSWERS = [
 ]
 
 
+def answering(head):
+  """Takes the place of every worker process, and answers with what `head` returns."""
+  ignores = lambda *given: None
+  ask = lambda request, **limits: [head(), b""]
+  made = types.SimpleNamespace(ask=ask, kill=ignores, is_alive=True)
+  return lambda script, config, limits, files: made
+
+
 def test_whatever_a_run_worker_answers_costs_its_call(monkeypatch):
   made = EvaluatorWorker(TASK, "standard", jail.Limits())
-  monkeypatch.setattr(
-    supervisor.RunWorker,
-    "_start",
-    lambda self: types.SimpleNamespace(ask=lambda request, **limits: [head, b""]),
-  )
+  monkeypatch.setattr(supervisor, "Worker", answering(lambda: head))
   for head, status in [(FINE, Status.OK)] + [
     (head, Status.NOT_FINITE) for head in NO_ANSWERS
   ]:
     assert made.run(Call({}, {}, {})._asdict(), {})["status"] == status, head[:80]
+  made.close()
 
 
 def test_the_identities_of_a_gate_are_hashes(monkeypatch):
-  answering = types.SimpleNamespace(ask=lambda request, **limits: [head, b""])
-  monkeypatch.setattr(supervisor.RunWorker, "_start", lambda self: answering)
+  monkeypatch.setattr(supervisor, "Worker", answering(lambda: head))
   made = supervisor.RunWorker(TASK.spec, "run", (), "standard")
   names = ('["../../elsewhere"]', '"x"', "null", "[7]", "[]", '["' + "A" * 64 + '"]')
   for found in names:

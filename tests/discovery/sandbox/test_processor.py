@@ -12,7 +12,7 @@ import pytest
 from mxjax.compilation import COMPILED, LOWERED
 from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.task import Call, Status
-from mxjax.discovery.sandbox import jailed_executor, processor, supervisor
+from mxjax.discovery.sandbox import answers, jailed_executor, processor, supervisor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import runs
 from mxjax.discovery.tasks import world
@@ -112,7 +112,7 @@ def test_the_parts_of_a_measurement_are_its_whole_processor_time():
 
 def test_what_a_call_had_spent_can_be_read_when_it_did_not_end(meter, clock):
   with tempfile.TemporaryFile() as file:
-    assert processor.unfinished(file.fileno(), 60) == ""
+    assert answers.unfinished(file.fileno(), 60) == ""
     meter.tell(file.fileno())
     with meter.measured():
       with meter.on("encode"):
@@ -121,14 +121,19 @@ def test_what_a_call_had_spent_can_be_read_when_it_did_not_end(meter, clock):
       with meter.on("recover"):
         clock.passes(2.0)
         # It was killed here, at 20 seconds: what is left is of the part within.
-        found = processor.unfinished(file.fileno(), 20)
+        found = answers.unfinished(file.fileno(), 20)
     assert found == "recover 12, encode 7, the rest 1; recover had not ended"
     # A new call has nothing of the one before.
     with meter.measured():
-      found = processor.unfinished(file.fileno(), 20)
+      found = answers.unfinished(file.fileno(), 20)
     assert found == "the rest 20; the rest had not ended"
-    os.pwrite(file.fileno(), b'["encode", {"encode": "7"}]'.ljust(4096), 0)
-    assert processor.unfinished(file.fileno(), 20) == ""
+    # A worker may have written anything.
+    for forged in (
+      *(b'["encode", {"encode": "7"}]', b'["encode", {"encode": NaN}]', b"[5, {}]"),
+      *(b'[["encode"], {}]', b"7", b"[" * 4096),
+    ):
+      os.pwrite(file.fileno(), forged.ljust(4096), 0)
+      assert answers.unfinished(file.fileno(), 20) == ""
 
 
 @pytest.mark.parametrize(

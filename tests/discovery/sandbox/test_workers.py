@@ -1,5 +1,6 @@
 """What the jailed workers do beside isolation: imports before it, memory within."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -129,6 +130,42 @@ def test_traces_and_their_checks_are_limited_by_processor_time(monkeypatch):
   assert worker.gate([{"name": "h"}], {"h": b"unit"}) == {"h": "0" * 64}
   worker.close()
   assert asked == [(supervisor.GATE_SECONDS, None, supervisor.GATE_SECONDS)]
+
+
+def test_a_worker_that_used_up_its_time_tells_the_record_of_that_call_alone(
+  monkeypatch,
+):
+  record = b'["encode", {"the rest": 2}]'
+  # What each call leaves, and whether it ends by its limit.
+  calls = [(record, False), (b"", True), (record, True)]
+
+  class Stub:
+    is_alive = True
+
+    def __init__(self, script, config, limits, files):
+      (self.file,) = files
+      assert config["progress"] == self.file
+
+    def ask(self, request, seconds=None, cpu_seconds=None):
+      left, is_used_up = calls.pop(0)
+      os.pwrite(self.file, left, 0)
+      if is_used_up:
+        raise supervisor.UsedUpError(Status.TIMEOUT, "took more than 60 s")
+      return [json.dumps({"status": Status.OK}).encode(), b""]
+
+    def kill(self):
+      pass
+
+  monkeypatch.setattr(supervisor, "Worker", Stub)
+  limits = dataclasses.replace(supervisor.RUN_LIMITS, call_cpu_seconds=60)
+  worker = supervisor.RunWorker({}, "fit", [], "standard", limits)
+  assert worker.run({}, {}, b"")[0]["status"] == Status.OK
+  told = []
+  for _ in range(2):
+    with pytest.raises(supervisor.UsedUpError, match="took more than 60 s") as caught:
+      worker.run({}, {}, b"", spent=50)
+    told.append(str(caught.value).partition(": ")[2])
+  assert told == ["", "in its phase fit encode 8, the rest 2; encode had not ended"]
 
 
 def world_worker(folder):
