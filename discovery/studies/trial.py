@@ -334,9 +334,10 @@ class Trial:
   ) -> int:
     """Replays the closed runs of the plan's replay; returns the successors not there.
 
-    Every request of all conditions is sent before any answer is waited for, `at_once`
-    at a time. Without `asks`, only what was recorded is computed again. `names` are
-    some of the runs, so that several processes can share the work.
+    All conditions of all runs are asked beside each other, `at_once` at a time, and the
+    verdicts of a run under one condition one after another. Without `asks`, only what
+    was recorded is computed again. `names` are some of the runs, so that several
+    processes can share the work.
     """
     if asks:
       self.check_sources()

@@ -114,6 +114,11 @@ class Transition:
   told: Mapping[tuple[str, str], str]
 
 
+_Asked = tuple[Transition, str, int, Context, Demand]
+"""A transition, condition and sample; what it is told, and the demand."""
+_Turn = tuple[_Asked, "concurrent.futures.Future[None]"]
+
+
 class _Ended:
   """Stands in for the proposer of a run that has ended."""
 
@@ -369,7 +374,7 @@ class Replay:
     self._executor = self._make_executor(self.task, self._state)
     self._evaluator = CachedEvaluator(self.task, self._executor, self._state)
     self._proxy = runs.free_proxy(self.options, self.task, self._state)
-    self._asked: list[tuple[Transition, str, int, Context, Demand]] = []
+    self._asked: list[_Asked] = []
     self._cassettes = {name: self._cassette(name) for name in CONDITIONS}
 
   def _cassette(self, condition: str) -> Cassette:
@@ -431,12 +436,34 @@ class Replay:
   ) -> Iterator["concurrent.futures.Future[None]"]:
     """Asks for every successor that is not recorded, and records it once it is there.
 
-    A future ends with `OutageError` where there is no answer; the next replay asks
-    again.
+    Those of one condition and sample follow each other in the order of the run, and
+    conditions do not wait for each other. Whoever answers for a condition therefore
+    reads no later state of the run before the answer is accepted, repairs included.
+
+    A future ends with `OutageError` where there is no answer, and so do those that
+    would have followed; the next replay asks again.
     """
+    turns: dict[tuple[str, int], list[_Turn]] = {}
     for asked in self._asked:
       if self._store.get("successors", _key(*asked[:3])) is None:
-        yield pool.submit(self._answer, *asked)
+        turn = asked, concurrent.futures.Future[None]()
+        turns.setdefault(asked[1:3], []).append(turn)
+    for each in turns.values():
+      pool.submit(self._answer_in_turn, each)
+      yield from (future for _, future in each)
+
+  def _answer_in_turn(self, turns: Sequence["_Turn"]) -> None:
+    failed: BaseException | None = None
+    for asked, future in turns:
+      try:
+        if failed is None:
+          self._answer(*asked)
+      except BaseException as error:  # The future tells it.
+        failed = error
+      if failed is None:
+        future.set_result(None)
+      else:
+        future.set_exception(failed)
 
   def _answer(
     self,

@@ -1,5 +1,6 @@
 """A trial of a language model: four ways to go on, frozen and counted rightly."""
 
+import concurrent.futures
 import dataclasses
 import difflib
 import io
@@ -9,6 +10,7 @@ import re
 import shutil
 import statistics
 import tarfile
+import threading
 import types
 
 import numpy as np
@@ -278,6 +280,39 @@ def test_all_requests_wait_at_the_same_time_and_hide_their_condition(
   runs = {f"run-{name}" for name in finished.plan["runs"]}
   assert models == runs | {f"replay-{letter}" for letter in "abcd"}
   assert sorted(map(finished.letter, CONDITIONS)) == [*"abcd"]
+
+
+def test_verdicts_of_a_condition_are_asked_one_after_another(monkeypatch):
+  # Whoever answers for a condition must not read later states of the run.
+  begun, together = [], threading.Barrier(len(CONDITIONS), timeout=60)
+
+  def answer(self, transition, condition, *_):
+    begun.append((condition, transition.packet))
+    if transition.packet == "1":
+      # Conditions do not wait for each other.
+      together.wait()
+    if (condition, transition.packet) == ("text", "2"):
+      raise OutageError("no answer")
+
+  monkeypatch.setattr(trial_replay.Replay, "_answer", answer)
+  replay = object.__new__(trial_replay.Replay)
+  replay._store = types.SimpleNamespace(get=lambda *_: None)
+  replay._asked = [
+    (types.SimpleNamespace(packet=packet), condition, 0, None, None)
+    for packet in "123"
+    for condition in CONDITIONS
+  ]
+  with concurrent.futures.ThreadPoolExecutor(len(CONDITIONS)) as pool:
+    futures = list(replay.start(pool))
+  assert len(futures) == 12
+  for condition in CONDITIONS:
+    asked = [packet for name, packet in begun if name == condition]
+    # What would have followed an answer that is not there is not asked either.
+    assert asked == [*"12"] + [*"3"] * (condition != "text")
+  lost = [future for future in futures if future.exception() is not None]
+  assert len(lost) == 2
+  with pytest.raises(OutageError):
+    lost[1].result()
 
 
 @pytest.mark.slow
