@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from mxjax.cli.main import main
@@ -129,7 +130,7 @@ def test_every_run_with_controls_met_luck_by_a_redraw(tmp_path):
 def test_what_the_page_tells_of_the_third_trial_is_in_its_archive(tmp_path):
   folder = trial.unpack(THIRD, tmp_path)
   page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
-  section = page.partition("## A third trial on small models")[2]
+  section = page.partition("## A third trial on small models")[2].partition("\n## ")[0]
   arms = ("quantforge", "reflect", "text", "free", "score")
   cell = r" ([\d.]+) \|"
   found = re.findall(rf"^\| (\w+) \|{6 * cell}$", section, re.M)
@@ -211,6 +212,59 @@ def test_what_the_page_tells_of_the_third_trial_is_in_its_archive(tmp_path):
         late.append(event["verdict"])
   told = f"Of {len(late)} verdicts after call 20, {late.count('unresolved')} are"
   assert told in words
+
+
+def test_what_the_page_tells_of_replayed_verdicts_is_in_the_archives(monkeypatch):
+  """The pooled result file is what its command makes, and the page tells its counts."""
+  monkeypatch.syspath_prepend(RESULTS.parent)
+  pooled = importlib.import_module("discovery_verdicts_pooled")
+  found = pooled.result()
+  file = json.loads((RESULTS / "discovery_verdicts_pooled.json").read_text())
+  assert {key: file[key] for key in found} == json.loads(json.dumps(found))
+  page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
+  words = " ".join(page.split())
+  seen, hidden = found["measures"].values()
+  bound, free, shuffled, text = (
+    seen["improve"][c] for c in ("bound", "free", "shuffled", "text")
+  )
+  assert (
+    f"in {bound} of {seen['pairs']} cases if it is bound to its verdict, in {free} if "
+    f"it is free, in {shuffled} if it is bound to another verdict, and in {text} if it"
+  ) in words
+  assert (
+    f"a successor improves in {bound} cases where its verdict binds, in {free} where "
+    f"it is not told, and in {shuffled} where another verdict binds"
+  ) in words
+  told = re.search(
+    r"Held out it improves in (\d+), (\d+), (\d+) and (\d+) cases", words
+  )
+  assert [*map(int, told.groups())] == [
+    hidden["improve"][c] for c in ("bound", "free", "shuffled", "text")
+  ]
+  # "No difference is beyond chance."
+  for measure in found["measures"].values():
+    for each in measure["bound_against"].values():
+      assert min(each["sign_flip_p"], each["sign_test_p"]) > 0.05
+  against = seen["bound_against"]["free"]
+  mean, (low, high) = np.mean(against["by_run"]), against["interval"]
+  assert (
+    f"Over our six runs it is {mean:.2f}, and the 95 % interval of its mean goes from "
+    f"{low:.2f} to {high:.2f}."
+  ).replace("0.", ".") in words
+  later = found["afterwards"]
+  code = later["response_in_code"]
+  assert f"After {later['transitions_alike']} of 38 verdicts" in words
+  assert f"in {code['bound']} of 38 bound successors" in words
+  assert f"in {code['free']} of the free ones too, and in {code['text']} of" in words
+  tables = (RESULTS / "discovery_trial_verdicts.md").read_text()
+  rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", tables, re.M))
+  new = [int(n) for n in re.findall(r"(\d+)/20", rows["Successors that improve"])]
+  assert ("alone it is {1}, {0}, {2} and {3} of 20".format(*new)) in words
+  obeyed = re.search(r"(\d+)/20", rows["Its own, shuffled response implemented"])[1]
+  assert (
+    f"demands of another verdict in the new runs, {obeyed} were implemented" in words
+  )
+  assert "| 51 | 51 |" in tables and "all 51 controls were valid" in words
 
 
 def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path, monkeypatch):
