@@ -270,6 +270,8 @@ class Context:
     lineage: The way from the initial program to the champion.
     budget: What is left of the run.
     review: Says why a proposal would be refused before it costs a call, or nothing.
+    tried: Called with an answer that would be accepted; says what a model is told
+      before it answers again, or nothing to take the answer as it is.
     call_seconds: Processor seconds after which a call has failed.
     asks: Whether the task's free proxy may be asked in this run.
     ask: What it says of a source and of the part named, in words.
@@ -301,6 +303,7 @@ class Context:
   lineage: tuple[Step, ...] = ()
   budget: Budget | None = None
   review: "Callable[[Proposal], str]" = lambda proposal: ""
+  tried: "Callable[[Proposal], str]" = lambda proposal: ""
   call_seconds: float = CALL_SECONDS
   asks: bool = True
   ask: Callable[[str, str], str] = lambda source, part: "this task has no free proxy"

@@ -306,8 +306,9 @@ class LlmProposer:
   def propose(self, context: Context) -> Proposal:
     """See `Proposer.propose`; a refused answer is sent back twice, with the reason.
 
-    So is what the free proxy says, if it was asked. There is no further turn once the
-    answer has used up the run's tokens or money.
+    So is what the free proxy says, if it was asked, and what `Context.tried` tells of
+    an answer that would be accepted. There is no further turn once the answer has used
+    up the run's tokens or money.
 
     Raises:
       OutageError: The client has no answer, or too many in a row were unusable.
@@ -352,6 +353,11 @@ class LlmProposer:
         complaint = context.review(proposal)
         if answer.ask and not context.asks:
           complaint = complaint or "ask: this run has no free proxy; leave it out."
+        # What became of an accepted answer is no repair either.
+        if not complaint and (told := context.tried(proposal)):
+          if (more := self._turn(context, messages, reply.text, told)) is not None:
+            messages = more
+            continue
       if not complaint or repairs == REPAIRS or context.overspends(usage):
         break
       repairs += 1

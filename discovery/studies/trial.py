@@ -13,7 +13,9 @@ import json
 import pathlib
 import platform
 import re
+import shutil
 import tarfile
+import tempfile
 import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +44,8 @@ KEYS = frozenset(
   ("question", "expects", "stop", "validity", "sandbox", "endpoint", "replay")
 ) | {"tasks", "runs"}
 """Of a plan, all of which it needs."""
+RUNS_OF = "runs_of"
+"""Of a plan, in the place of tasks and runs: the archive of an earlier trial."""
 FROZEN = frozenset(("arms", "sources", "versions", "hash"))
 """What freezing adds to a plan."""
 BATCH = 8
@@ -72,7 +76,7 @@ def frozen(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(plan: Mapping[str, Any], file: pathlib.Path) -> None:
   """Refuses a plan, without what freezing adds, that no trial can be opened with."""
-  if {*plan} != KEYS:
+  if {*plan} - {RUNS_OF} != KEYS:
     raise ValueRefusal(
       file,
       expected=f"the tables and keys {', '.join(sorted(KEYS))}",
@@ -110,6 +114,11 @@ def freeze(
 ) -> "Trial":
   """Measures the margins of a plan's tasks and freezes it in a new folder.
 
+  A plan with `runs_of`, the archive of an earlier trial beside the plan, has no tasks
+  and runs of its own. Those of its replay are then taken from the archive with their
+  margins, and so are the answers that a replay of them has: a request that is the same
+  to the letter is not asked again.
+
   Args:
     path: The folder, which is made.
     file: The plan as TOML, with the tables and keys `KEYS`.
@@ -120,20 +129,64 @@ def freeze(
     ValueError: The plan lacks something, or names what there is not.
     FileExistsError: The folder is not empty.
   """
-  plan = tomllib.loads(file.read_text("utf-8"))
-  _check(plan, file)
-  for name, spec in plan["tasks"].items():
-    hidden = spec.pop("heldout", None)
-    if spec["task"] == "ptq":
-      measured = margins.completed(placed(spec, data), tell=tell)
-      added = ("margins", "initial", "references")
-      spec |= {key: measured[key] for key in added}
-    plan["tasks"][name] = {**spec, **({"heldout": hidden} if hidden else {})}
+  with reading.refusing(file, "a plan in TOML", "mend it, or name another one"):
+    plan = tomllib.loads(file.read_text("utf-8"))
   atomic_io.check_output(path)
-  path.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(prefix="mxjax-trial-") as scratch:
+    earlier = pathlib.Path(scratch, "earlier")
+    if RUNS_OF in plan:
+      archive = file.parent / plan[RUNS_OF]
+      restore(archive, earlier, path)
+      plan |= _taken(plan, earlier, archive)
+    _check(plan, file)
+    path.mkdir(parents=True, exist_ok=True)
+    if RUNS_OF in plan:
+      _copy(plan["runs"], earlier, path)
+    else:
+      for name, spec in plan["tasks"].items():
+        plan["tasks"][name] = _completed(spec, data, tell)
   text = json.dumps(frozen(plan), indent=1)
   atomic_io.write_durably(path / "plan.json", text.encode())
   return Trial(path, data, tell=tell)
+
+
+def _taken(
+  plan: Mapping[str, Any], earlier: pathlib.Path, archive: pathlib.Path
+) -> dict[str, Any]:
+  """Returns tasks and runs of an earlier trial, as far as a plan replays them."""
+  found = read_plan(earlier)
+  names = plan.get("replay", {}).get("runs", [])
+  taken = {name: found["runs"][name] for name in names if name in found["runs"]}
+  tasks = {run["task"] for run in taken.values()}
+  return {
+    "runs": taken,
+    "tasks": {name: spec for name, spec in found["tasks"].items() if name in tasks},
+    RUNS_OF: {"archive": archive.name, "plan": found["hash"]},
+  }
+
+
+def _copy(runs_: Iterable[str], earlier: pathlib.Path, path: pathlib.Path) -> None:
+  """Copies runs of an earlier trial with their scores, replies and replayed answers."""
+  for name in runs_:
+    folders = f"runs/{name}", f"replay/{name}/cassettes"
+    files = f"cassettes/{name}.jsonl", f"heldout/scores/{name}.json"
+    for part in (*folders, *files):
+      source, target = earlier / part, path / part
+      target.parent.mkdir(parents=True, exist_ok=True)
+      if source.is_dir():
+        shutil.copytree(source, target)
+      elif source.is_file():
+        shutil.copyfile(source, target)
+
+
+def _completed(spec: dict[str, Any], data: str, tell: Tell) -> dict[str, Any]:
+  """Returns the specification of a task with what is measured of it."""
+  visible = {key: value for key, value in spec.items() if key != "heldout"}
+  if spec["task"] != "ptq":
+    return spec
+  measured = margins.completed(placed(visible, data), tell=tell)
+  added = {key: measured[key] for key in ("margins", "initial", "references")}
+  return {**spec, **added}
 
 
 def placed(spec: Mapping[str, Any], data: str) -> dict[str, Any]:
@@ -168,7 +221,7 @@ class Trial:
     Raises:
       ValueError: Sources, arms or versions are not those that the plan was frozen with.
     """
-    now = frozen({k: self.plan[k] for k in KEYS})
+    now = frozen({k: v for k, v in self.plan.items() if k not in FROZEN})
     if changed := sorted(k for k in now if k != "hash" and now[k] != self.plan[k]):
       raise ValueRefusal(
         self.path,
@@ -390,6 +443,8 @@ class Trial:
       heldout=self.heldout(run["task"]),
       samples=plan["samples"],
       limit=plan["per_run"],
+      conditions=plan.get("conditions", CONDITIONS),
+      returns=plan.get("returns", 0),
       client=client if asks else None,
       compiled=self.compiled,
       lock=lock,
@@ -494,6 +549,33 @@ def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
         )
       archive.extract(member, folder, filter="data")
   return folder
+
+
+def restore(
+  archive: pathlib.Path, folder: pathlib.Path, home: pathlib.Path | None = None
+) -> None:
+  """Unpacks the archive of a trial into a new folder, to go on with its runs.
+
+  An archive has no path of a machine, and a resumed run must repeat its own first event
+  to the letter. So `models/trained` and the folder of the trial, which is to be at
+  `home`, are put back where they stood, and logs get a new chain of hashes.
+
+  Raises:
+    ValueError: See `unpack`.
+    FileExistsError: The folder is there.
+  """
+  folder.mkdir(parents=True)
+  unpack(archive, folder)
+  trained = embedded.trained_folder("llama").parent.resolve()
+  places = {
+    '"models/trained/': f'"{trained}/',
+    '"trial/cassettes/': f'"{(home or folder).resolve()}/cassettes/',
+  }
+  for path in (*folder.glob("runs/*/run.json"), *folder.glob("runs/*/log.jsonl")):
+    data = path.read_bytes()
+    for name, place in places.items():
+      data = data.replace(name.encode(), place.encode())
+    path.write_bytes(digested(path, data))
 
 
 def names_of(trial: Trial, asked: Iterable[str]) -> Sequence[str]:

@@ -20,6 +20,12 @@ residuals and whatever else a prompt holds:
 
 Successors are measured outside of any budget, on the visible task and on the held-out
 one.
+
+A plan may have answers returned. One that would be accepted is then measured at once,
+and as long as the probe does not find the response in it, it goes back to the model
+with what was measured, up to the number of times that the plan gives. Who is bound is
+told that the demand is not met and stands; the others read the same numbers, found in
+the same way, and may keep their program. The last accepted answer is the successor.
 """
 
 import concurrent.futures
@@ -56,6 +62,8 @@ from mxjax.discovery.search.search import Search
 from mxjax.discovery.studies import verdict_replay
 
 CONDITIONS: tuple[str, ...] = ("free", "bound", "shuffled", "text")
+BINDING = ("bound", "shuffled")
+"""Conditions that are told a demand."""
 CALLS_LEFT = 12
 """Calls that a replayed state is reviewed with, so that a question always fits.
 
@@ -64,6 +72,8 @@ A successor has one call: every condition is told so.
 OF_QUESTIONS = ("question", "resolved")
 """How refusals of a question ended, of which plain text knows nothing."""
 Tell = Callable[[str], Any]
+Outcome = dict[str, Any]
+"""What a study keeps of a measured proposal."""
 
 
 class Waiting:
@@ -333,6 +343,61 @@ def contexts(
   }
 
 
+class Tries:
+  """The accepted answers of one successor, each measured before the next is asked for.
+
+  Attributes:
+    made: The answers so far, each with its outcome.
+  """
+
+  def __init__(
+    self,
+    returns: int,
+    context: Context,
+    task: Task,
+    demand: Demand | None,
+    measure: Callable[[Proposal], Outcome],
+  ) -> None:
+    """Returns answers up to `returns` times; `demand` is what they are told to meet."""
+    self._returns, self._context, self._task = returns, context, task
+    self._demand, self._measure = demand, measure
+    self.made: list[tuple[Proposal, Outcome]] = []
+
+  def __call__(self, proposal: Proposal) -> str:
+    """Measures an answer; returns what the model is told, or nothing to take it."""
+    found = self._measure(proposal)
+    self.made.append((proposal, found))
+    is_met = found.get("obeyed", found["implemented"])
+    if is_met or len(self.made) > self._returns:
+      return ""
+    return self._told(found)
+
+  def _told(self, found: Outcome) -> str:
+    target, seen = self._task.target, found.get("obeyed_probe", found["probe"])
+    if found["change"] is None:
+      measured = f"ended with {found['status']}: {seen}."
+    else:
+      before = self._context.parent.values[target]
+      margin = self._task.margins[target]
+      measured = (
+        f"has {target} {before + found['change']:.6g}, its parent {before:.6g}, "
+      )
+      measured += f"and the margin is {margin:.3g}. Without and with the parts that it "
+      measured += f"declares: {seen}."
+    asked = "You may keep this program or write another one: answer again with the "
+    asked += "whole object."
+    if self._demand is not None:
+      about = f"{self._demand.response} about {', '.join(self._demand.about)}"
+      asked = "The execution probe does not find the response that the demand asks "
+      asked += f"for, {about}. The demand stands: answer again with the whole object "
+      asked += "and a program that meets it."
+    return f"That was run, and is not counted as a call yet: it {measured} {asked}"
+
+
+def _of_try(proposal: Proposal, found: Outcome) -> Outcome:
+  return {"source": proposal.source, "note": proposal.note, **found}
+
+
 @dataclasses.dataclass
 class Replay:
   """The replay of one run: its folder, what it is about, and who answers.
@@ -341,6 +406,8 @@ class Replay:
     folder: Keeps prompts, a cassette of each condition, outcomes and successors; the
       run's own stays as it is.
     heldout: The task on held-out data, or None.
+    conditions: Those that are asked, of `CONDITIONS`.
+    returns: Times that an answer in which the probe finds no response goes back.
     client: Returns a new client for a condition, or None to ask nobody.
     compiled: Where jailed workers share what they compiled, or None.
     lock: Held while anything is traced or measured.
@@ -353,6 +420,8 @@ class Replay:
   heldout: Task | None
   samples: int
   limit: int
+  conditions: Sequence[str]
+  returns: int
   client: Callable[[str], Client] | None
   compiled: pathlib.Path | None
   lock: threading.Lock
@@ -375,7 +444,7 @@ class Replay:
     self._evaluator = CachedEvaluator(self.task, self._executor, self._state)
     self._proxy = runs.free_proxy(self.options, self.task, self._state)
     self._asked: list[_Asked] = []
-    self._cassettes = {name: self._cassette(name) for name in CONDITIONS}
+    self._cassettes = {name: self._cassette(name) for name in self.conditions}
 
   def _cassette(self, condition: str) -> Cassette:
     """Opens the recorded replies of a condition, and asks for none without a client."""
@@ -426,7 +495,8 @@ class Replay:
           "margin": self.task.margins[self.task.target],
         },
       )
-      for condition, (context, demand) in made.items():
+      for condition in self.conditions:
+        context, demand = made[condition]
         for sample in range(self.samples):
           self._asked.append((each, condition, sample, context, demand))
     return len(found)
@@ -479,13 +549,25 @@ class Replay:
       cassette = cassette.asking(Waiting(client, self._store, sample, self.lock))
     # Python 3.11 parses programs in one thread at a time, and workers serve one.
     with self.lock:
-      proposal = llm.LlmProposer(cassette, self.task).propose(made)
+      wanted = demand if condition in BINDING else None
+      measure = lambda proposal: self._measured(
+        proposal, made, transition.demand, demand
+      )
+      tries = Tries(self.returns, made, self.task, wanted, measure)
+      asked = dataclasses.replace(made, tried=tries) if self.returns else made
+      proposal = llm.LlmProposer(cassette, self.task).propose(asked)
       refused = proposal.unusable or made.review(proposal)
-      found = self._measured(proposal, made, demand, transition.demand)
+      usage, earlier = dict(proposal.usage), {}
+      if tries.made:
+        # An answer that was returned may be followed by one that stays refused.
+        (proposal, found), refused = tries.made[-1], ""
+        earlier = {"tries": [_of_try(*each) for each in tries.made]}
+      else:
+        found = measure(proposal)
     entry = {
       **{"packet": transition.packet, "condition": condition, "sample": sample},
-      **{"refused": refused, "usage": dict(proposal.usage), "note": proposal.note},
-      **{"source": proposal.source, **found},
+      **{"refused": refused, "usage": usage, "note": proposal.note},
+      **{"source": proposal.source, **found, **earlier},
     }
     self._store.put("successors", _key(transition, condition, sample), entry)
     shown = found["change"] if found["change"] is not None else found["status"]
@@ -493,16 +575,19 @@ class Replay:
 
   def _measured(
     self, proposal: Proposal, context: Context, own: Demand, demand: Demand
-  ) -> dict[str, Any]:
-    """Returns a successor's outcome as the study keeps it."""
+  ) -> Outcome:
+    """Returns a successor's outcome as the study keeps it.
+
+    `own` is the demand of the verdict, and `demand` the one that it was asked for.
+    """
     if proposal.unusable:
       return {"label": "", "status": "unusable", "change": None}
-    found = verdict_replay.measured(proposal, self._evaluator, context, demand)
-    values = dataclasses.asdict(found)
+    found, seen = verdict_replay.probed(proposal, self._evaluator, context, own)
+    values = {**dataclasses.asdict(found), "probe": seen}
     if own != demand:
       # Whether the wrong demand was obeyed, beside the right one.
-      obeyed = verdict_replay.measured(proposal, self._evaluator, context, own)
-      values["obeyed"] = obeyed.implemented
+      obeyed, seen = verdict_replay.probed(proposal, self._evaluator, context, demand)
+      values |= {"obeyed": obeyed.implemented, "obeyed_probe": seen}
     return values
 
   def score(self, least: int) -> None:

@@ -41,6 +41,8 @@ class Recorded:
   """What the folder of a trial holds.
 
   Attributes:
+    conditions: Those that the plan asks.
+    returns: Times that an answer without its response goes back.
     events: The log of each run that has begun.
     transitions: By run, those that were replayed, in the order of calls.
     successors: By packet, condition and sample.
@@ -49,6 +51,9 @@ class Recorded:
   def __init__(self, path: pathlib.Path) -> None:
     """Reads a folder, or one that an archive was extracted into."""
     self.plan = read_plan(path)
+    asked = self.plan["replay"]
+    self.conditions: Sequence[str] = asked.get("conditions", CONDITIONS)
+    self.returns: int = asked.get("returns", 0)
     has_log = lambda run: (path / "runs" / run / "log.jsonl").exists()
     self.events: dict[str, list[dict[str, Any]]] = {
       run: begun_events(path / "runs" / run)
@@ -117,6 +122,15 @@ def improves(successor: Mapping[str, Any]) -> bool:
   One whose answer stayed refused after its repair turns would not have run.
   """
   return bool(successor.get("improves")) and not successor["refused"]
+
+
+def met(outcome: Mapping[str, Any]) -> bool:
+  """Whether the probe finds in an answer the response that it was asked for.
+
+  Whoever is told another verdict's demand is asked for that; who is told none, for the
+  response that the verdict demands.
+  """
+  return bool(outcome.get("obeyed", outcome.get("implemented")))
 
 
 def validity(recorded: Recorded) -> tuple[Control, bool]:
@@ -222,6 +236,10 @@ def _validity(recorded: Recorded) -> Table:
   share = f"{total.valid / total.ran:.3f}" if total.ran else NONE
   rule = f"more than {recorded.plan['validity']:g} of all controls must end well"
   told = "The trial stands" if is_valid else "THE TRIAL IS VOID"
+  last = [events[-1]["event"] for events in recorded.events.values()]
+  is_over = len(last) == len(recorded.plan["runs"]) and {*last} == {"closed"}
+  if not (total.ran or is_over):
+    told = "No control has ended yet"
   return Table(
     "Valid controls",
     ["Run", "Ran", "Valid"],
@@ -274,25 +292,41 @@ def _conditions(recorded: Recorded) -> Table:
       sum((Counter(s["usage"]) for s in rows), Counter())
     ),
   }
+  first = lambda s: {**s, **s["tries"][0]} if s.get("tries") else s
+  if recorded.returns:
+    metrics |= {
+      "What is asked for is found in the first answer": lambda rows, _: count(
+        lambda s: met(first(s))
+      )(rows),
+      "What is asked for is found in the last": lambda rows, _: count(met)(rows),
+      "First answers that improve": lambda rows, _: count(lambda s: improves(first(s)))(
+        rows
+      ),
+      "Answers returned with what was measured": lambda rows, _: str(
+        sum(len(s["tries"]) - 1 for s in rows if s.get("tries"))
+      ),
+    }
   every = [each for found in recorded.transitions.values() for each in found]
   columns = {
     # The successors of a condition, each with the margin of its target.
     name: [(s, t["margin"]) for t in every for s in recorded.of(t["packet"], name)]
-    for name in CONDITIONS
+    for name in recorded.conditions
   }
   split = {
     name: ([s for s, _ in rows], [m for _, m in rows]) for name, rows in columns.items()
   }
+  samples = recorded.plan["replay"]["samples"]
+  absent = len(every) * len(columns) * samples - sum(map(len, columns.values()))
   return Table(
     "Successors by condition",
-    ["Metric", *CONDITIONS],
+    ["Metric", *recorded.conditions],
     [
-      [metric, *(read(*split[name]) for name in CONDITIONS)]
+      [metric, *(read(*split[name]) for name in recorded.conditions)]
       for metric, read in metrics.items()
     ],
-    f"{sum(map(len, recorded.transitions.values()))} transitions of "
-    f"{len(recorded.transitions)} runs, {recorded.plan['replay']['samples']} answers "
-    "to each. A count in brackets is the number of successors behind a mean.",
+    f"{len(every)} transitions of {len(recorded.transitions)} runs, {samples} answers "
+    "to each. A count in brackets is the number of successors behind a mean."
+    + (f" Not recorded yet: {absent} successors." if absent else ""),
   )
 
 
@@ -315,12 +349,12 @@ def _by_focal(recorded: Recorded) -> Table:
     ]
     cells = [
       _share([s for packet in chosen for s in recorded.of(packet, condition)])
-      for condition in CONDITIONS
+      for condition in recorded.conditions
     ]
     rows.append([focal, str(len(chosen)), *cells])
   return Table(
     "Successors that improve by what became of the focal account",
-    ["Focal account", "Transitions", *CONDITIONS],
+    ["Focal account", "Transitions", *recorded.conditions],
     rows,
     "Intervals are exact, of successors as if they were independent. The paper has "
     "11/26 and 18/26 after support, 4/22 and 10/22 after refutation, free and bound.",
@@ -332,11 +366,11 @@ def _by_run(recorded: Recorded) -> Table:
   for run, transitions in recorded.transitions.items():
     cells = [
       _share([s for each in transitions for s in recorded.of(each["packet"], name)])
-      for name in CONDITIONS
+      for name in recorded.conditions
     ]
     rows.append([run, str(len(transitions)), *cells])
   return Table(
-    "Successors that improve by run", ["Run", "Transitions", *CONDITIONS], rows
+    "Successors that improve by run", ["Run", "Transitions", *recorded.conditions], rows
   )
 
 
@@ -345,6 +379,8 @@ def _compared(recorded: Recorded) -> Table:
   head += ["Exact sign flips over runs, p", "Only first", "Only second", "Sign test, p"]
   rows, most = [], 0
   for first, second in COMPARED:
+    if not {first, second} <= {*recorded.conditions}:
+      continue
     for focal in ("", "supported", "refuted"):
       by_run = recorded.pairs(first, second, focal)
       pairs = [pair for each in by_run.values() for pair in each]
@@ -381,7 +417,8 @@ def _compared(recorded: Recorded) -> Table:
 
 
 def _transitions(recorded: Recorded) -> Table:
-  head = ["Run", "Call", "Edit", "Verdict, response", "Shuffled to", *CONDITIONS]
+  head = ["Run", "Call", "Edit", "Verdict, response", "Shuffled to"]
+  head += recorded.conditions
   rows = [
     [
       run,
@@ -389,7 +426,7 @@ def _transitions(recorded: Recorded) -> Table:
       each["label"],
       f"{each['verdict']}, {each['response']} {each['observable']}",
       " ".join(each["shuffled"]),
-      *(_change(recorded.of(each["packet"], name)) for name in CONDITIONS),
+      *(_change(recorded.of(each["packet"], name)) for name in recorded.conditions),
     ]
     for run, transitions in recorded.transitions.items()
     for each in transitions

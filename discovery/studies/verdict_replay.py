@@ -173,9 +173,16 @@ def measured(
   proposal: Proposal, evaluator: CachedEvaluator, context: Context, demand: Demand
 ) -> Successor:
   """Measures a proposal outside of any budget and probes it for a demand."""
+  return probed(proposal, evaluator, context, demand)[0]
+
+
+def probed(
+  proposal: Proposal, evaluator: CachedEvaluator, context: Context, demand: Demand
+) -> tuple[Successor, str]:
+  """Returns what `measured` does, and in words what the probe saw, or how it ended."""
   prepared = evaluator.prepare(proposal.source)
   if prepared.call is None:
-    return Successor(proposal.label, str(prepared.status))
+    return Successor(proposal.label, str(prepared.status)), prepared.detail
   own, parent = prepared.full_call, context.parent
   parts = registration.answering(
     demand, proposal.declared, own, parent.full_call, evaluator
@@ -188,13 +195,14 @@ def measured(
   )
   is_out = demand.forbids and registration.carries(evaluator, own, demand.before)
   if mine.status != Status.OK:
-    return Successor(proposal.label, str(mine.status), repeats=repeats)
+    failed = Successor(proposal.label, str(mine.status), repeats=repeats)
+    return failed, mine.detail
   target, margins = evaluator.task.target, evaluator.task.margins
   # What keeps an intervention out may differ from it in anything that is measured.
   about = [*margins] if demand.forbids else demand.about
   probe = checkers.by_probe(mine, without.values, about, margins)
   change = mine.values[target] - parent.values[target]
-  return Successor(
+  found = Successor(
     label=proposal.label,
     status=str(mine.status),
     change=change,
@@ -202,3 +210,4 @@ def measured(
     implemented=is_out or bool(probe.implemented),
     repeats=repeats,
   )
+  return found, probe.detail

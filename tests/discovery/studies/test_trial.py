@@ -643,3 +643,119 @@ def test_a_torn_archive_is_refused_in_a_sentence(tmp_path, capsys):
     file.write_bytes(data)
     assert main(["discover", "trial", "tables", str(file)]) == 2
     assert f"{file}: expected the archive of a trial" in capsys.readouterr().err
+
+
+RETURNING = """
+question = "Does a demand that must be met help?"
+expects = "It does."
+stop = "After two returns."
+validity = 0.9
+sandbox = "off"
+runs_of = "earlier.tar.xz"
+[endpoint]
+base_url = "{url}"
+run_model = "run-{{name}}"
+replay_model = "replay-{{letter}}"
+deadline = 20.0
+[replay]
+runs = ["one", "two"]
+samples = 1
+per_run = 2
+conditions = ["free", "bound", "shuffled"]
+returns = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def returned(finished, tmp_path_factory):
+  """The runs of the finished trial, replayed with answers that go back.
+
+  The endpoint answers what goes back with the very program that it says it was, but
+  with nonsense where the condition is shuffled.
+  """
+  folder = tmp_path_factory.mktemp("returning")
+  trial.pack(finished, folder / "earlier.tar.xz", {str(finished.path): "trial"})
+
+  def again(request):
+    assert len(request["messages"]) > 2, "a first answer is in the archive"
+    if request["model"] == f"replay-{letters['shuffled']}":
+      return "no answer"
+    return request["messages"][-2]["content"]
+
+  served = Endpoint(again)
+  made = begun(folder / "trial", served.url, RETURNING)
+  letters = {made.letter(name): name for name in CONDITIONS}
+  letters |= {name: letter for letter, name in letters.items()}
+  assert made.replay() == 0
+  yield made, served.requests, letters
+  served.close()
+
+
+@pytest.mark.slow
+def test_runs_of_an_earlier_trial_are_replayed_as_they_were(finished, returned):
+  made, *_ = returned
+  assert made.plan["runs_of"] == {
+    "archive": "earlier.tar.xz",
+    "plan": finished.plan["hash"],
+  }
+  assert {*made.plan["runs"]} == {"one", "two"}
+  before, now = (trial_tables.Recorded(t.path) for t in (finished, made))
+  assert now.transitions == before.transitions
+  for (packet, condition, sample), each in now.successors.items():
+    earlier = before.successors[packet, condition, sample]
+    first = each["tries"][0] if "tries" in each else each
+    assert all(first[key] == earlier[key] for key in ("change", "implemented", "label"))
+
+
+@pytest.mark.slow
+def test_an_answer_without_its_response_goes_back_with_what_was_measured(returned):
+  made, requests, letters = returned
+  successors = trial_tables.Recorded(made.path).successors
+  asked = [
+    (letters[r["model"].removeprefix("replay-")], r["messages"][-1]["content"])
+    for r in requests
+  ]
+  assert {condition for condition, _ in asked} == {"free", "bound", "shuffled"}
+  for (packet, condition, _), each in successors.items():
+    tries = each["tries"]
+    # The very program again is as far from the demand, so it goes back to the end.
+    met = [trial_tables.met(t) for t in tries]
+    lasting = condition != "shuffled"
+    assert met in ([True], [False] * 3 if lasting else [False])
+    assert each["source"] == tries[-1]["source"] and not each["refused"], packet
+  for condition, told in asked:
+    if condition == "shuffled" and not told.startswith("That was run"):
+      assert told.startswith("That was not accepted")
+      continue
+    assert told.startswith("That was run, and is not counted as a call yet: it ")
+    assert "Without and with the parts that it declares: " in told
+    is_bound = condition != "free"
+    assert ("The demand stands" in told) is is_bound
+    assert ("You may keep this program" in told) is not is_bound
+
+
+@pytest.mark.slow
+def test_what_was_returned_is_counted_and_comes_again_from_the_replies(
+  returned, tmp_path, capsys, monkeypatch
+):
+  made, *_ = returned
+  assert main(["discover", "trial", "tables", str(made.path)]) == 0
+  shown = capsys.readouterr().out
+  rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", shown, re.M))
+  assert rows["Metric"] == "free | bound | shuffled"
+  successors = trial_tables.Recorded(made.path).successors
+  counts = [
+    str(sum(len(e["tries"]) - 1 for (_, c, _), e in successors.items() if c == name))
+    for name in ("free", "bound", "shuffled")
+  ]
+  assert rows["Answers returned with what was measured"] == " | ".join(counts)
+  assert {*counts} != {"0"}
+  assert "bound - text" not in shown and "Not recorded yet" not in shown
+  shutil.copytree(made.path, tmp_path / "again")
+  shutil.rmtree(tmp_path / "again" / "replay" / "one" / "successors")
+  assert main(["discover", "trial", "tables", str(tmp_path / "again")]) == 0
+  assert "Not recorded yet: 6 successors." in capsys.readouterr().out
+  monkeypatch.setattr(trial.llm, "client", None)
+  assert trial.Trial(tmp_path / "again", tell=silent).replay(asks=False) == 0
+  assert main(["discover", "trial", "tables", str(tmp_path / "again")]) == 0
+  assert capsys.readouterr().out == shown

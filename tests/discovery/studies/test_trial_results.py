@@ -275,11 +275,9 @@ def test_what_the_page_tells_of_replayed_verdicts_is_in_the_archives(monkeypatch
   assert failed == [0, 1, 0, 4]
 
 
-def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path, monkeypatch):
+def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path):
   """A resumed run repeats its first event to the letter, the paths of here with it."""
-  monkeypatch.syspath_prepend(RESULTS.parent)
-  restoring = importlib.import_module("discovery_trial_restore")
-  restoring.restore(OPEN, tmp_path / "trial")
+  trial.restore(OPEN, tmp_path / "trial")
   opened = trial.Trial(tmp_path / "trial")
   names = [path.parent.name for path in opened.path.glob("runs/*/run.json")]
   assert names
