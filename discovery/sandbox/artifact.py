@@ -169,6 +169,14 @@ def _over_rows(
   return jax.vmap(function, in_axes=tuple(is_row))
 
 
+WITHOUT_RULE = (
+  "JAX has no rule for one of its operations. It has none for a sum, or another "
+  "reduction, inside a loop in a branch that is chosen by a value of the unit; compute "
+  "both branches and choose by jnp.where."
+)
+"""What is told of a refusal that JAX does not explain."""
+
+
 def gate(spec: Mapping[str, Any], data: bytes) -> str:
   """Checks the artifacts of a hook; returns the identity of its computation.
 
@@ -192,7 +200,9 @@ def _gated(data: bytes, spec: Mapping[str, Any], sizes: Sizes) -> str:
         # operation.
         jax.eval_shape(_over_rows(function, spec), *_leaves(spec, sizes, 2))
       except NotImplementedError as error:
-        raise RefusedError(f"{spec['name']}: cannot be batched: {error}") from error
+        # JAX's own error often has no text.
+        reason = str(error) or WITHOUT_RULE
+        raise RefusedError(f"{spec['name']}: cannot be batched: {reason}") from error
     leaves = _leaves(spec, sizes)
     # With arguments that it does not read, so that the identity has the whole
     # signature.

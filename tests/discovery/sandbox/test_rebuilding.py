@@ -137,6 +137,22 @@ for name, body in {BY_ZERO!r}.items():
   assert float(shown["no sign"].split()[0].rstrip(".")) == 255.0
 
 
+def test_a_refusal_that_jax_does_not_explain_says_what_to_do():
+  def halved(x, y):
+    summed = lambda z: jnp.abs(z).sum() > 1
+    loop = lambda: jax.lax.while_loop(summed, lambda z: z / 2 + y / 99, y)
+    return jax.lax.cond(x[0] > 0, loop, lambda: x)
+
+  row = jax.ShapeDtypeStruct((8,), jnp.float32)
+  data = jax.export.export(jax.jit(halved), platforms=("cpu",))(row, row).serialize()
+  with pytest.raises(RefusedError, match="cannot be batched: JAX has .* jnp.where"):
+    artifact._gated(data, SPEC, {})
+  # The same, with the choice after both branches.
+  both = jax.jit(lambda x, y: jnp.where(x[0] > 0, halved(abs(y), y), x))
+  data = jax.export.export(both, platforms=("cpu",))(row, row).serialize()
+  assert artifact._gated(data, SPEC, {})
+
+
 LEAKS = {
   "custom_vmap": """
 @jax.custom_batching.custom_vmap
