@@ -171,6 +171,10 @@ class Task(Protocol):
     """JSON from which `load` rebuilds the task."""
 
   @property
+  def places(self) -> Sequence[str]:
+    """Keys of `spec` that name files, of which `contract` has the content."""
+
+  @property
   def interface(self) -> Interface:
     """Hooks and plan grammar."""
 
@@ -269,6 +273,7 @@ class Defaults:
 
   # Class attributes are shared by all tasks, so mappings among them are read-only.
   description = ""
+  places: Sequence[str] = ()
   observables: Mapping[str, str] = types.MappingProxyType({})
   interventions: Interventions = types.MappingProxyType({})
   regimes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})

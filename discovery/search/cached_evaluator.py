@@ -82,7 +82,8 @@ class CachedEvaluator:
     # These names are part of every stored execution identity.
     self.fingerprint = identity.digest(
       {
-        "task": dict(task.spec),
+        # Where files lie says nothing of an outcome; the contract has their content.
+        "task": {k: v for k, v in task.spec.items() if k not in task.places},
         "contract": dict(task.contract),
         "margins": dict(task.margins),
         "bench": dict(executor.description),

@@ -35,7 +35,7 @@ from mxjax.discovery.tasks.ptq.interface import (
   RESIDUALS,
   without_encode_act,
 )
-from mxjax.discovery.tasks.ptq.options import Objective, PtqOptions
+from mxjax.discovery.tasks.ptq.options import TEXTS, Objective, PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
 from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
 from mxjax.discovery.tasks.ptq.structure import interventions
@@ -178,6 +178,8 @@ class PtqTask(Defaults):
         "once), for every edit"
       )
     return lines
+
+  places = ("model", "transfer", *TEXTS)
 
   floors = {
     name: (0.0,)
