@@ -111,26 +111,34 @@ class Trusted:
     Without a key nothing is lost but the prompts, which the folder holds already.
 
     Raises:
-      ValueError: The address, or the variable with the key, is not the caller's.
+      ValueError: The address, or the variable with the key, is not the caller's; or the
+        caller names another address than the folder.
     """
     if options.proposer["kind"] != "llm":
       return
     url = options.proposer.get("base_url")
+    if self.endpoint not in (None, url):
+      raise ValueRefusal(
+        f"discover: the endpoint of {folder}",
+        expected=f"{url!r:.200}, with which it was begun",
+        got=f"--endpoint {self.endpoint!r:.200}",
+        mend="serve the model at that address, or begin anew with another one",
+      )
     variable = options.proposer.get("key_variable") or HttpClient.key_variable
     if not os.environ.get(variable):
       return
-    if url != self.endpoint:
+    if self.endpoint is None:
       raise ValueRefusal(
         "discover: the endpoint",
         expected=f"an address that you name, because the key in {variable} goes there",
-        got=f"{url!r:.200}, which only {folder / 'run.json'} names",
+        got=f"{url!r:.200}, which only {folder} names",
         mend=f"if you trust it, name it yourself by --endpoint, or unset {variable}",
       )
     if variable != self.key_variable:
       raise ValueRefusal(
         "discover: the endpoint's key",
         expected=f"the variable {self.key_variable}, or one that you name",
-        got=f"{variable!r:.80}, which only {folder / 'run.json'} names",
+        got=f"{variable!r:.80}, which only {folder} names",
         mend="if that is the key of this endpoint, name it yourself by --key-variable",
       )
 

@@ -12,7 +12,6 @@ import io
 import json
 import pathlib
 import platform
-import re
 import shutil
 import tarfile
 import tempfile
@@ -32,6 +31,7 @@ from mxjax.discovery.proposers import llm
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.studies.arms import ARMS
+from mxjax.discovery.studies.trial_plan import FROZEN, RUNS_OF, check
 from mxjax.discovery.studies.trial_replay import CONDITIONS, Replay
 from mxjax.discovery.tasks.ptq import margins
 from mxjax.errors import ValueRefusal
@@ -40,14 +40,6 @@ from mxjax.models.loading import embedded
 from mxjax.storage import atomic_io
 
 Tell = Callable[[str], Any]
-KEYS = frozenset(
-  ("question", "expects", "stop", "validity", "sandbox", "endpoint", "replay")
-) | {"tasks", "runs"}
-"""Of a plan, all of which it needs."""
-RUNS_OF = "runs_of"
-"""Of a plan, in the place of tasks and runs: the archive of an earlier trial."""
-FROZEN = frozenset(("arms", "sources", "versions", "hash"))
-"""What freezing adds to a plan."""
 BATCH = 8
 """Successors of a run that are scored on held-out data together, by workers that hold
 another model only meanwhile."""
@@ -74,41 +66,6 @@ def frozen(plan: Mapping[str, Any]) -> dict[str, Any]:
   return {**content, "hash": identity.digest(content)}
 
 
-def _check(plan: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Refuses a plan, without what freezing adds, that no trial can be opened with."""
-  if {*plan} - {RUNS_OF} != KEYS:
-    raise ValueRefusal(
-      file,
-      expected=f"the tables and keys {', '.join(sorted(KEYS))}",
-      got=", ".join(sorted({*plan} ^ KEYS)) + " absent or not known",
-      mend="complete the plan",
-    )
-  for name, run in plan["runs"].items():
-    # Names of runs are names of files.
-    if not re.fullmatch(r"\w[\w.-]*", name):
-      raise ValueRefusal(
-        f"{file}: runs",
-        expected="names of letters, digits, points, hyphens and underscores",
-        got=repr(name),
-        mend="give the run another name",
-      )
-    if run.get("arm") not in ARMS or run.get("task") not in plan["tasks"]:
-      raise ValueRefusal(
-        f"{file}: runs.{name}",
-        expected=f"an arm of {', '.join(ARMS)} and a task of "
-        f"{', '.join(plan['tasks'])}",
-        got=f"{run.get('arm')!r} and {run.get('task')!r}",
-        mend="name some of these",
-      )
-  if unknown := sorted({*plan["replay"]["runs"]} - {*plan["runs"]}):
-    raise ValueRefusal(
-      f"{file}: replay.runs",
-      expected=f"some of {', '.join(plan['runs'])}",
-      got=unknown,
-      mend="name runs of the plan",
-    )
-
-
 def freeze(
   path: pathlib.Path, file: pathlib.Path, data: str = "", *, tell: Tell
 ) -> "Trial":
@@ -121,7 +78,7 @@ def freeze(
 
   Args:
     path: The folder, which is made.
-    file: The plan as TOML, with the tables and keys `KEYS`.
+    file: The plan as TOML, with the tables and keys of `trial_plan.Plan`.
     data: The folder of the texts that the plan names with `data:`.
     tell: Told what is measured.
 
@@ -129,8 +86,9 @@ def freeze(
     ValueError: The plan lacks something, or names what there is not.
     FileExistsError: The folder is not empty.
   """
-  with reading.refusing(file, "a plan in TOML", "mend it, or name another one"):
-    plan = tomllib.loads(file.read_text("utf-8"))
+  mend = "mend it, or name another plan"
+  with reading.refusing(file, "the plan of a trial in TOML", mend):
+    plan = tomllib.loads(reading.read_bytes(file, mend=mend).decode())
   atomic_io.check_output(path)
   with tempfile.TemporaryDirectory(prefix="mxjax-trial-") as scratch:
     earlier = pathlib.Path(scratch, "earlier")
@@ -138,7 +96,9 @@ def freeze(
       archive = file.parent / plan[RUNS_OF]
       restore(archive, earlier, path)
       plan |= _taken(plan, earlier, archive)
-    _check(plan, file)
+    check(plan, file)
+    for name, spec in plan["tasks"].items():
+      _check_task(spec, data, f"{file}: tasks.{name}")
     path.mkdir(parents=True, exist_ok=True)
     if RUNS_OF in plan:
       _copy(plan["runs"], earlier, path)
@@ -163,6 +123,13 @@ def _taken(
     "tasks": {name: spec for name, spec in found["tasks"].items() if name in tasks},
     RUNS_OF: {"archive": archive.name, "plan": found["hash"]},
   }
+
+
+def _check_task(spec: Mapping[str, Any], data: str, place: str) -> None:
+  """Refuses a task, or what differs of it held out, that cannot be loaded."""
+  for each in (spec, {**spec, **spec.get("heldout", {})}):
+    with reading.refusing(place, "a task that can be loaded", "mend its options"):
+      task_.load(placed(each, data))
 
 
 def _copy(runs_: Iterable[str], earlier: pathlib.Path, path: pathlib.Path) -> None:
@@ -474,7 +441,7 @@ def read_plan(path: pathlib.Path) -> dict[str, Any]:
       mend=mend,
     )
   with reading.refusing(file, expected, mend):
-    _check({key: value for key, value in plan.items() if key not in FROZEN}, file)
+    check({key: value for key, value in plan.items() if key not in FROZEN}, file)
   return plan
 
 

@@ -95,12 +95,18 @@ def test_a_key_goes_to_no_address_that_only_the_folder_names(
   begun, resume = len(server.requests), ["discover", "resume", str(tmp_path / "run")]
   resume += ["--sandbox", "off"]
   capsys.readouterr()
-  for words in ([], ["--endpoint", "http://127.0.0.1:9/v1"]):
-    assert main([*resume, *words]) == 2
+  assert main(resume) == 2
+  told = capsys.readouterr().err
+  assert "the key in OPENAI_API_KEY goes there" in told
+  assert f"which only {tmp_path / 'run'} names" in told
+  assert "name it yourself by --endpoint" in told
+  for key in ("a-secret-key", ""):
+    # Whoever names another address is told that it is not asked, with a key or without.
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert main([*resume, "--endpoint", "http://127.0.0.1:9/v1"]) == 2
     told = capsys.readouterr().err
-    assert "the key in OPENAI_API_KEY goes there" in told
-    assert f"which only {tmp_path / 'run' / 'run.json'} names" in told
-    assert "name it yourself by --endpoint" in told
+    assert "with which it was begun, got --endpoint 'http://127.0.0.1:9/v1'" in told
+  monkeypatch.setenv("OPENAI_API_KEY", "a-secret-key")
   assert len(server.requests) == begun, "nothing was sent"
   named = ["--endpoint", server.url]
   path = tmp_path / "run" / "run.json"
