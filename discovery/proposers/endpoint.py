@@ -235,7 +235,7 @@ class HttpClient:
           f"endpoint: {self._url()} gave no answer in {attempt} tries within "
           f"{self.deadline:g} s; the last was {reason!r:.300}, and the next would be "
           f"in {wait:.3g} s; check the address and that its server runs, or give it "
-          "longer (--deadline, and --probe-seconds before a run)."
+          "longer (--deadline, and --probe-seconds before a run; `deadline` in a plan)."
         ) from cause
       LOG.warning("endpoint: %.300r; try %d in %.1f s", reason, attempt + 1, wait)
       time.sleep(wait)

@@ -8,6 +8,7 @@ reply of the model is kept, so that all of it can be computed again without the 
 
 import concurrent.futures
 import contextlib
+import hashlib
 import io
 import json
 import pathlib
@@ -34,7 +35,7 @@ from mxjax.discovery.studies.arms import ARMS
 from mxjax.discovery.studies.trial_plan import FROZEN, RUNS_OF, check
 from mxjax.discovery.studies.trial_replay import CONDITIONS, Replay
 from mxjax.discovery.tasks.ptq import margins
-from mxjax.errors import ValueRefusal
+from mxjax.errors import FileExistsRefusal, ValueRefusal
 from mxjax.intake import reading
 from mxjax.models.loading import embedded
 from mxjax.storage import atomic_io
@@ -453,6 +454,8 @@ PACKED = (
   *("replay/*/cassettes/*.jsonl", "replay/*/prompts/*.json", "replay/*/scores/*.json"),
 )
 """What is packed: prompts, replies, logs, programs and outcomes; nothing compiled."""
+MANIFEST = "manifest.json"
+"""In an archive, the digests of its other files by their names."""
 UNPACKED = 2**30
 """Bytes that an archive may unpack to."""
 
@@ -461,9 +464,21 @@ def pack(trial: Trial, file: pathlib.Path, places: Mapping[str, str]) -> None:
   """Writes a trial into one compressed archive that says nothing of this machine.
 
   `places` are paths and what stands for each in the archive. A log in which one is
-  replaced gets a new chain of hashes over what it says now.
+  replaced gets a new chain of hashes over what it says now. A manifest tells whether a
+  file of the archive was lost or changed since, though not who wrote it.
+
+  Raises:
+    FileExistsError: The file is there.
   """
+  if file.exists():
+    raise FileExistsRefusal(
+      file,
+      expected="a new file",
+      got="one that exists",
+      mend="name another --out or remove it yourself",
+    )
   names = sorted({p for pattern in PACKED for p in trial.path.glob(pattern)})
+  digests: dict[str, str] = {}
   with tarfile.open(file, "w:xz", preset=9) as archive:
     for path in names:
       data = path.read_bytes()
@@ -471,10 +486,17 @@ def pack(trial: Trial, file: pathlib.Path, places: Mapping[str, str]) -> None:
         data = data.replace(place.encode(), name.encode())
       if data != path.read_bytes():
         data = digested(path, data)
-      # A new entry, which has neither the time nor the owner of the file.
-      info = tarfile.TarInfo(str(path.relative_to(trial.path)))
-      info.size = len(data)
-      archive.addfile(info, io.BytesIO(data))
+      name = path.relative_to(trial.path).as_posix()
+      digests[name] = hashlib.sha256(data).hexdigest()
+      _add(archive, name, data)
+    _add(archive, MANIFEST, json.dumps(digests, indent=0).encode())
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+  # A new entry, which has neither the time nor the owner of the file.
+  info = tarfile.TarInfo(name)
+  info.size = len(data)
+  archive.addfile(info, io.BytesIO(data))
 
 
 def digested(path: pathlib.Path, data: bytes) -> bytes:
@@ -498,8 +520,8 @@ def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   """Extracts the archive of a trial into a folder; returns it.
 
   Raises:
-    ValueError: It is none, holds what is no file or lies elsewhere, or is larger than
-      `UNPACKED`.
+    ValueError: It is none, holds what is no file or lies elsewhere, is larger than
+      `UNPACKED`, or its files are not those of its manifest.
   """
   expected, left = "the archive of a trial", UNPACKED
   mend = "name one that `mxjax discover trial pack` wrote"
@@ -515,6 +537,20 @@ def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
           mend=mend,
         )
       archive.extract(member, folder, filter="data")
+    whole = folder / MANIFEST
+    told = reading.parse_json(whole.read_bytes(), dict[str, str])
+    files = [path for path in folder.rglob("*") if path.is_file() and path != whole]
+    found = {
+      path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+      for path in files
+    }
+    if differing := sorted(dict(found.items() ^ told.items())):
+      raise ValueRefusal(
+        file,
+        expected=f"{expected}, with the files of its manifest",
+        got=f"others: {', '.join(differing)[:200]} lost, added or changed",
+        mend=mend,
+      )
   return folder
 
 

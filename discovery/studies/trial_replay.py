@@ -570,7 +570,8 @@ class Replay:
       **{"source": proposal.source, **found, **earlier},
     }
     self._store.put("successors", _key(transition, condition, sample), entry)
-    shown = found["change"] if found["change"] is not None else found["status"]
+    shown = f"refused: {refused[:200]}" if refused else found["change"]
+    shown = found["status"] if shown is None else shown
     self.tell(f"{self.folder.name} {transition.packet[:8]} {condition}: {shown}")
 
   def _measured(

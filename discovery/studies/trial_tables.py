@@ -223,7 +223,14 @@ def _runs(recorded: Recorded) -> Table:
         _tokens(last["ledger"]["proposer"] if is_closed else {}),
       ]
     )
-  return Table("Runs", head, rows, f"Plan {recorded.plan['hash'][:16]}.")
+  hidden = "; ".join(
+    f"{name} by {', '.join(f'{key} {value}' for key, value in spec['heldout'].items())}"
+    for name, spec in recorded.plan["tasks"].items()
+    if spec.get("heldout")
+  )
+  told = f"Plan {recorded.plan['hash'][:16]}."
+  told += f" What differs of a task held out: {hidden}." if hidden else ""
+  return Table("Runs", head, rows, told)
 
 
 def _validity(recorded: Recorded) -> Table:
@@ -282,7 +289,9 @@ def _conditions(recorded: Recorded) -> Table:
       rows
     ),
     "Refused after repairs": lambda rows, _: count(lambda s: bool(s["refused"]))(rows),
-    "Program failed": lambda rows, _: count(lambda s: s["status"] != Status.OK)(rows),
+    "Program failed": lambda rows, _: count(
+      lambda s: not s["refused"] and s["status"] != Status.OK
+    )(rows),
     "Requests an answer": lambda rows, _: (
       f"{statistics.fmean(s['usage'].get('calls', 0) for s in rows):.2f}"
       if rows
@@ -431,7 +440,10 @@ def _transitions(recorded: Recorded) -> Table:
     for run, transitions in recorded.transitions.items()
     for each in transitions
   ]
-  note = "Cells are changes of the visible target, or how a successor ended."
+  note = (
+    "Cells are changes of the visible target, or how a successor ended. A star is a "
+  )
+  note += "fall beyond the margin."
   return Table("Replayed transitions", head, rows, note)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mxjax.cli import options as shared
 from mxjax.cli.discover.options import add_trust
+from mxjax.errors import FileNotFoundRefusal
 
 
 def add_parser(verbs: Any) -> None:
@@ -98,9 +99,10 @@ def replay(options: argparse.Namespace) -> None:
   # For its refusal of unknown names.
   trial.names_of(opened, names)
   if absent := opened.replay(names, asks=asks, at_once=options.at_once):
+    again = "the same command" if asks else "the command without --recorded"
     raise OutageError(
-      f"trial: {absent} successors have no answer; what is there is recorded, and the "
-      "same command asks for the rest."
+      f"trial: {absent} successors have no answer; what is there is recorded, and "
+      f"{again} asks for the rest."
     )
 
 
@@ -110,6 +112,13 @@ def tables(options: argparse.Namespace) -> None:
   from mxjax.evaluation.report.tables import markdown
 
   path = pathlib.Path(options.folder)
+  if not path.exists():
+    raise FileNotFoundRefusal(
+      path,
+      expected="the folder of a trial, or an archive of one",
+      got="nothing",
+      mend="name one that is there",
+    )
   with tempfile.TemporaryDirectory(prefix="mxjax-trial-") as scratch:
     if path.is_file():
       path = trial.unpack(path, pathlib.Path(scratch))
