@@ -115,3 +115,10 @@ def test_the_plan_of_the_guide_is_one(tmp_path):
   guide = (PLANS[0].parents[1] / "docs" / "guides" / "trial.md").read_text()
   text = re.search(r"```toml\n(.*?)```", guide, re.S)[1]
   assert frozen(tmp_path, text).options("first").config["budget"] == 12
+
+
+def test_freezing_a_plan_executes_no_code_that_it_names(tmp_path, monkeypatch):
+  (tmp_path / "owned.py").write_text("raise SystemExit('executed')")
+  monkeypatch.syspath_prepend(tmp_path)
+  made = frozen(tmp_path, PLAN.replace('"world"', '"owned:make"', 1))
+  assert made.plan["tasks"]["first"]["task"] == "owned:make"
