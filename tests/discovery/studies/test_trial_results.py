@@ -19,6 +19,8 @@ OPEN = RESULTS / "discovery_trial_models_pilot.tar.xz"
 """A trial whose runs have not ended."""
 THIRD = RESULTS / "discovery_trial_models.tar.xz"
 """A trial on models whose runs have all ended, with replayed verdicts."""
+MET = RESULTS / "discovery_trial_met.tar.xz"
+"""The trial whose bound answers must meet their demand."""
 ARCHIVES = sorted(RESULTS.glob("discovery_trial_*.tar.xz"))
 
 
@@ -63,7 +65,8 @@ def test_an_archive_says_nothing_of_the_machine_and_everything_of_the_trial(
       assert not [word for word in words if word in path.read_bytes()], path
   found = [path for path in folder.glob("replay/*/successors/*.json")]
   transitions = [path for path in folder.glob("replay/*/transitions/*.json")]
-  assert len(found) == 4 * plan["replay"]["samples"] * len(transitions)
+  conditions = plan["replay"].get("conditions", trial.CONDITIONS)
+  assert len(found) == len(conditions) * plan["replay"]["samples"] * len(transitions)
 
 
 def test_what_the_page_tells_of_ten_calls_is_in_the_archive(tmp_path):
@@ -273,6 +276,43 @@ def test_what_the_page_tells_of_replayed_verdicts_is_in_the_archives(monkeypatch
   assert "alone it is {1}, {0}, {2} and {3} of 20".format(*new) in words
   failed = [int(n) for n in re.findall(r"(\d+)/20", rows["Program failed"])]
   assert failed == [0, 1, 0, 4]
+
+
+def test_what_the_page_tells_of_demands_that_must_be_met_is_in_the_archive(tmp_path):
+  recorded = trial_tables.Recorded(trial.unpack(MET, tmp_path))
+  assert recorded.returns == 2
+  page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
+  words = " ".join(page.partition("## A fifth trial")[2].partition("\n## ")[0].split())
+  by = {name: [] for name in ("free", "bound", "shuffled")}
+  for (_, name, _), each in recorded.successors.items():
+    by[name].append(each)
+  assert {len(found) for found in by.values()} == {20}
+  first = {
+    name: [{**s, **s["tries"][0]} if "tries" in s else s for s in found]
+    for name, found in by.items()
+  }
+  met = lambda found: sum(map(trial_tables.met, found))
+  improve = {name: sum(map(trial_tables.improves, s)) for name, s in by.items()}
+  falls = {
+    name: sum((s.get("heldout") or 0.0) < 0 for s in found)
+    for name, found in by.items()
+  }
+  assert (
+    f"in {met(by['bound'])} of 20 last answers if they are bound, where it was found "
+    f"in {met(first['bound'])} of the first"
+  ) in words
+  assert f"from {met(first['free'])} to {met(by['free'])}" in words
+  assert (
+    f"improves in {improve['bound']} of 20 cases, the free one in {improve['free']}, "
+    f"and one that is bound to another verdict in {improve['shuffled']}"
+  ) in words
+  order = ("bound", "free", "shuffled")
+  told = [falls[name] for name in order]
+  assert "Held out it is {}, {} and {}.".format(*told) in words
+  before = [sum(map(trial_tables.improves, first[name])) for name in order]
+  assert "of the first answers {}, {} and {} had improved".format(*before) in words
+  returned = [sum(len(s.get("tries", [0])) - 1 for s in by[name]) for name in order]
+  assert "{}, {} and {} answers went back".format(*returned) in words
 
 
 def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path):
