@@ -279,7 +279,7 @@ def test_what_the_page_tells_of_replayed_verdicts_is_in_the_archives(monkeypatch
 
 
 def test_what_the_page_tells_of_demands_that_must_be_met_is_in_the_archive(tmp_path):
-  recorded = trial_tables.Recorded(trial.unpack(MET, tmp_path))
+  recorded = trial_tables.Recorded(trial.unpack(MET, tmp_path / "fifth"))
   assert recorded.returns == 2
   page = (RESULTS.parents[1] / "docs" / "results" / "discovery.md").read_text()
   words = " ".join(page.partition("## A fifth trial")[2].partition("\n## ")[0].split())
@@ -308,11 +308,39 @@ def test_what_the_page_tells_of_demands_that_must_be_met_is_in_the_archive(tmp_p
   ) in words
   order = ("bound", "free", "shuffled")
   told = [falls[name] for name in order]
-  assert "Held out it is {}, {} and {}.".format(*told) in words
+  earlier = trial_tables.Recorded(
+    trial.unpack(RESULTS / "discovery_trial_verdicts.tar.xz", tmp_path / "fourth")
+  ).successors
+  told += [
+    sum(n == name and (s.get("heldout") or 0.0) < 0 for (_, n, _), s in earlier.items())
+    for name in order
+  ]
+  assert (
+    "Held out it is {}, {} and {}, and of the first answers {}, {} and {}.".format(
+      *told
+    )
+  ) in words
   before = [sum(map(trial_tables.improves, first[name])) for name in order]
   assert "of the first answers {}, {} and {} had improved".format(*before) in words
   returned = [sum(len(s.get("tries", [0])) - 1 for s in by[name]) for name in order]
   assert "{}, {} and {} answers went back".format(*returned) in words
+  pairs = recorded.pairs("bound", "free")
+  assert all(sum(one - two for one, two in each) == 0 for each in pairs.values())
+  every = [pair for each in pairs.values() for pair in each]
+  assert [sum(a > b for a, b in every), sum(a < b for a, b in every)] == [3, 3]
+  assert "ahead of free after three verdicts and behind after three" in words
+  bound = by["bound"]
+  at_once = [s for s in bound if trial_tables.met(s["tries"][0])]
+  late = [s for s in bound if trial_tables.met(s) and s not in at_once]
+  told = [
+    sum(map(trial_tables.improves, at_once)),
+    sum(map(trial_tables.improves, late)),
+  ]
+  assert (
+    f"Of the {len(at_once)} first bound answers that had the response {told[0]} "
+    f"improve, of the {len(late)} that had it only after they went back {told[1]}"
+  ) in words
+  assert sum(s["tries"][0]["improves"] and s["improves"] for s in late) == 2
 
 
 def test_the_runs_of_an_open_trial_go_on_from_its_archive(tmp_path):
