@@ -172,7 +172,7 @@ class Task(Protocol):
 
   @property
   def places(self) -> Sequence[str]:
-    """Keys of `spec` that name files, of which `contract` has the content."""
+    """Keys of `spec` that name files; what outcomes need of them is in `contract`."""
 
   @property
   def interface(self) -> Interface:

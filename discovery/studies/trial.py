@@ -94,6 +94,13 @@ def freeze(
   with tempfile.TemporaryDirectory(prefix="mxjax-trial-") as scratch:
     earlier = pathlib.Path(scratch, "earlier")
     if RUNS_OF in plan:
+      if own := sorted({"tasks", "runs"} & {*plan}):
+        raise ValueRefusal(
+          f"{file}: {RUNS_OF}",
+          expected="no tasks and runs of the plan's own beside it",
+          got=", ".join(own),
+          mend="leave them out, or leave it out",
+        )
       archive = file.parent / plan[RUNS_OF]
       restore(archive, earlier, path)
       plan |= _taken(plan, earlier, archive)
@@ -545,7 +552,9 @@ def unpack(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
         )
       archive.extract(member, folder, filter="data")
     whole = folder / MANIFEST
-    told = reading.parse_json(whole.read_bytes(), dict[str, str])
+    # Without a manifest every file is one too many.
+    listed = whole.read_bytes() if whole.is_file() else b"{}"
+    told = reading.parse_json(listed, dict[str, str])
     files = [path for path in folder.rglob("*") if path.is_file() and path != whole]
     found = {
       path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -131,10 +131,11 @@ def check(plan: Mapping[str, Any], file: pathlib.Path) -> None:
     place = ".".join(map(str, first["loc"]))
     is_absent = first["type"] == "missing"
     is_stray = first["type"] == "extra_forbidden"
+    expected = "this key, which every plan has" if is_absent else first["msg"]
     got = "none" if is_absent else f"{first['input']!r:.80}"
     raise ValueRefusal(
       f"{file}: {place}",
-      expected="no such key" if is_stray else _expected(first["msg"], is_absent),
+      expected="no such key" if is_stray else expected,
       got=got,
       mend="docs/guides/trial.md has every key of a plan",
     ) from None
@@ -171,10 +172,6 @@ def check(plan: Mapping[str, Any], file: pathlib.Path) -> None:
       mend="name runs of the plan",
     )
   _check_names(read.endpoint, file)
-
-
-def _expected(message: str, is_absent: bool) -> str:
-  return "this key, which every plan has" if is_absent else message
 
 
 def _check_config(config: Mapping[str, Any], place: str) -> None:

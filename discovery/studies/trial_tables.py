@@ -440,10 +440,8 @@ def _transitions(recorded: Recorded) -> Table:
     for run, transitions in recorded.transitions.items()
     for each in transitions
   ]
-  note = (
-    "Cells are changes of the visible target, or how a successor ended. A star is a "
-  )
-  note += "fall beyond the margin."
+  note = "Cells are changes of the visible target, or how a successor ended. "
+  note += "A star is a fall beyond the margin."
   return Table("Replayed transitions", head, rows, note)
 
 

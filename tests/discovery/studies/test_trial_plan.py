@@ -79,6 +79,7 @@ def test_every_plan_of_a_trial_that_was_made_is_one(file):
     ('runs = ["one"]', 'runs = ["two"]', ("replay.runs", "some of one", "['two']")),
     ('task = "world"', 'task = "nope"', ("tasks.first", "ptq", "'nope'")),
     ("seed = 2", "luc = 0.8", ("tasks.first", "luc")),
+    ("[endpoint]", 'runs_of = "a.tar.xz"\n[endpoint]', ("runs_of", "runs, tasks")),
     ("[tasks.first]", "[tasks.first", ("plan.toml", "the plan of a trial in TOML")),
   ],
 )
