@@ -5,9 +5,16 @@
 Weights and inputs are independent normal numbers, rounded to the nearest codes. Then
 the coordinates of a block interact only by chance: two columns of decoded weights have
 a correlation of about one over the root of the number of outputs. The rates of models
-are averages over the blocks of their linears' inputs. The last columns are of the rule
-without K_Q, which `hires-next` uses with two codes.
+are averages over the blocks of their linears' inputs. The columns from `changed, K_Q =
+0` on are of the rule without K_Q, which `hires-next` uses with two codes.
+
+The last three columns change the exponents of input blocks, too, whose maximum the
+floor rule clips: from 7 scales on they take the next exponent (`rounds_up=true`), with
+no code changed and with two, or each block takes the better of both exponents, by the
+error after two codes were changed.
 """
+
+import dataclasses
 
 import common
 import jax
@@ -44,6 +51,55 @@ MODELS = {
   ],
 }
 """Outputs and inputs of the linears of a layer."""
+HEADINGS = {
+  "full": "blocks with a changed code",
+  "full_error": "squared error, nearest = 1",
+  "sensitivity": "changed, K_Q = 0",
+  "second_code": "second code changed, K_Q = 0",
+  "one_code_error": "input error, one code",
+  "two_codes_error": "input error, two codes",
+  "up_error": "input error, up from 7",
+  "two_codes_up_error": "input error, two codes, up from 7",
+  "two_codes_better_error": "input error, two codes, better exponent",
+}
+"""What is measured, and how tables name it."""
+
+
+def input_errors(inputs, gram):
+  """Squared errors that rounding the inputs adds to the outputs; nearest codes are 1.
+
+  `inputs` are float32 `[blocks, 32, n]` and `gram` is W'W, `[blocks, 32, 32]`. Returns
+  them by rule, and the share of blocks in which a second code changes.
+  """
+
+  def errors(elements, exponent):
+    error = elements * mxfp4.scale_of(exponent)[..., None, :] - inputs
+    return (error * jnp.einsum("bij,bjn->bin", gram, error)).sum(-2)
+
+  refined = lambda changes, rules: few_codes.refine(
+    inputs, gram, rules, changes=changes
+  )
+  nearest = lambda rules: (
+    mxfp4.round_elements(inputs, mxfp4.block_exponent(inputs, rules)[:, None], rules),
+    mxfp4.block_exponent(inputs, rules),
+  )
+  floor = mxfp4.PAPER_RULES
+  up = few_codes.scale_rules(floor, rounds_up=True)
+  # `rceil` takes the next exponent wherever the floor rule clips.
+  never_clipped = dataclasses.replace(floor, scale_rule="rceil")
+  (one, _), two = refined(1, floor), refined(2, floor)
+  of_blocks = {
+    "one_code_error": errors(*refined(1, floor)),
+    "two_codes_error": errors(*two),
+    "up_error": errors(*nearest(up)),
+    "two_codes_up_error": errors(*refined(2, up)),
+    "two_codes_better_error": jnp.minimum(
+      errors(*two), errors(*refined(2, never_clipped))
+    ),
+  }
+  base = errors(*nearest(floor)).sum()
+  found = {name: float(each.sum() / base) for name, each in of_blocks.items()}
+  return {"second_code": float((one != two[0]).any(-2).mean()), **found}
 
 
 def measured(key, outputs, blocks, tokens):
@@ -53,19 +109,9 @@ def measured(key, outputs, blocks, tokens):
   inputs = jax.random.normal(keys[1], (blocks, 32, tokens))
   decoded = mxfp4.round_blocks(weight)
   gram, cross = one_code.tables(weight, decoded)
-  no_cross = jnp.zeros_like(cross)
-
-  def output_error(elements, exponent):
-    """The squared error that rounding the inputs adds to the outputs, over all."""
-    error = elements * mxfp4.scale_of(exponent)[..., None, :] - inputs
-    return (error * jnp.einsum("bij,bjn->bin", gram, error)).sum()
-
   full = one_code.refine(inputs, gram, cross)
-  sensitivity = one_code.refine(inputs, gram, no_cross)
+  sensitivity = one_code.refine(inputs, gram, jnp.zeros_like(cross))
   at_nearest = full.nearest_objective.sum()
-  base = output_error(sensitivity.nearest, sensitivity.exponent)
-  one, exponent = few_codes.refine(inputs, gram, changes=1)
-  two, _ = few_codes.refine(inputs, gram, changes=2)
   gap_gram, _ = one_code.tables(weight, decoded - weight)
   mismatch = (inputs * jnp.einsum("bij,bjn->bin", gap_gram, inputs)).sum()
   taken = jnp.minimum(full.score, 0).sum()
@@ -73,9 +119,7 @@ def measured(key, outputs, blocks, tokens):
     "full": float((full.score < 0).mean()),
     "full_error": float((at_nearest + taken + mismatch) / (at_nearest + mismatch)),
     "sensitivity": float((sensitivity.score < 0).mean()),
-    "second_code": float((one != two).any(-2).mean()),
-    "one_code_error": float(output_error(one, exponent) / base),
-    "two_codes_error": float(output_error(two, exponent) / base),
+    **input_errors(inputs, gram),
   }
 
 
@@ -97,26 +141,10 @@ def main():
       for what in next(iter(by_outputs.values()))
     }
   result = common.stamp() | {"outputs": by_outputs, "models": models}
-  head = [
-    "outputs",
-    "blocks with a changed code",
-    "squared error, nearest = 1",
-    "changed, K_Q = 0",
-    "second code changed, K_Q = 0",
-    "input error, one code",
-    "input error, two codes",
-  ]
-  order = (
-    "full",
-    "full_error",
-    "sensitivity",
-    "second_code",
-    "one_code_error",
-    "two_codes_error",
-  )
+  head = ["outputs", *HEADINGS.values()]
   rows = [(str(outputs), by_outputs[outputs]) for outputs in OUTPUTS]
   lines = [
-    [name, *(f"{row[what]:.3f}" for what in order)]
+    [name, *(f"{row[what]:.3f}" for what in HEADINGS)]
     for name, row in [*rows, *models.items()]
   ]
   common.write(options.out, result, common.markdown(head, lines))

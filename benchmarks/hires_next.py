@@ -24,8 +24,8 @@ calibration text, and no quantization is in it.
 
 The result file is rewritten after every row. Rows already in it are kept if code, texts
 and options are the same, and refused otherwise: one file has the rows of one code. With
-`--runs` each build writes a run folder, as `mxjax quantize` does, and keeps its
-gradients there.
+`--runs` each build writes a run folder, as `mxjax quantize` does, keeps its gradients
+there, and goes on from there if the same code began it.
 """
 
 import dataclasses
@@ -448,7 +448,7 @@ def main():
   for draw, name in wanted:
     if any((row["draw"], row["name"]) == (draw, name) for row in rows):
       continue
-    run_dir = options.runs and options.runs / f"draw-{draw}-{len(rows)}"
+    run_dir = options.runs and options.runs / f"{shared['code'][:8]}-{draw}-{len(rows)}"
     start = time.perf_counter()
     entries = {}
     if name == FLOAT:
@@ -460,7 +460,13 @@ def main():
       calibration = Calibration(model, found.draws[draw])
       built = built_next.get(draw) if name == CONTROL else None
       built = built or run(
-        params, calibration, program, run_dir=run_dir, check=False, probe=False
+        params,
+        calibration,
+        program,
+        run_dir=run_dir,
+        resume=run_dir is not None and run_dir.is_dir(),
+        check=False,
+        probe=False,
       )
       if name == NEXT:
         built_next = {draw: built}

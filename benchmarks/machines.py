@@ -1,7 +1,7 @@
 """Where builds of one checkpoint part on machines with other instructions.
 
   python benchmarks/machines.py --data ../shared/data [--models llama SmolLM2 ...]
-    [--methods hires hires-next] [--layers 4]
+    [--methods hires hires-next] [--layers 4] [--stages]
 
 A build is repeated in a process of its own that uses other instructions than this
 machine would choose: XLA's programs those of an older processor (`--xla_cpu_max_isa`),
@@ -15,6 +15,10 @@ The result tells, stage after stage, how far each repetition is from the first b
 the relative difference of the float model's hidden states, then layer by layer that of
 the maps and the share of 4-bit weight codes that differ, the divergence that scale
 distillation starts from, if the method has it, and KL from the float model at the end.
+
+With `--stages` it tells how the difference grows within the first layer: for each stage
+of a linear's build the median and the largest relative difference over the layer's
+linears. The methods are then forms of `hires-next`, built without their tuning.
 """
 
 import dataclasses
@@ -102,11 +106,16 @@ def repeated(options, name, method, changed, is_single):
     words += ["--build", str(file)]
     if is_single:
       words = ["taskset", "--cpu-list", "0", *words]
-    # Programs that another instruction set compiled would be read again.
-    inherited = {k: v for k, v in os.environ.items() if k != common.KEPT_PROGRAMS}
-    subprocess.run(words, check=True, env={**inherited, **changed})
+    subprocess.run(words, check=True, env=environment(changed))
     with np.load(file) as arrays:
       return dict(arrays)
+
+
+def environment(changed):
+  """The variables of a process, of which some are changed."""
+  # Programs that another instruction set compiled would be read again.
+  inherited = {k: v for k, v in os.environ.items() if k != common.KEPT_PROGRAMS}
+  return {**inherited, **changed}
 
 
 def gap(first, second):

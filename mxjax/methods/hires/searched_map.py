@@ -22,7 +22,11 @@ from mxjax.numerics.shaping import input_maps, map_descent, map_search
 TOKENS, ROWS = 1024, 512
 """The most tokens and output rows by which candidates are compared, evenly spaced."""
 DESCENT_TOKENS = 2048
-"""The most tokens of a descent, which adapts to what it sees, evenly spaced."""
+"""The most tokens of a descent, evenly spaced. It sees all output rows.
+
+The rows that it sees are the ones to be rounded, so that what it gains on them stays,
+where tokens stand for others.
+"""
 
 
 def shape(
@@ -105,7 +109,7 @@ def shape(
     descent = execution.block_on_cpu(
       map_descent.descend(
         *(matrix, fold, kappa),
-        *(inputs.sample(DESCENT_TOKENS), weight[..., ::stride], output),
+        *(inputs.sample(DESCENT_TOKENS), weight, output),
         rules,
         changes=changes,
         steps=steps,

@@ -11,11 +11,11 @@ from mxjax import methods
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.linear import linear as apply_linear
-from mxjax.methods.hires import searched_map
+from mxjax.methods.hires import searched_map, stage1
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import two_sided
-from mxjax.numerics.shaping import map_fit
+from mxjax.numerics.shaping import map_descent, map_fit
 
 ROWS = 64
 ONE_SIDED = methods.get("hires-descent:weighting=fisher:recover=none")
@@ -239,6 +239,30 @@ def test_the_best_candidate_descends(calibrated, float64):
       )
       assert np.abs(ours - theirs).max() > 1e-2
   assert (ends[1] < ends[0]).all()
+
+
+def test_a_descent_sees_every_output_row(float64):
+  """More rows than candidates are compared by: the loss that it starts from has all."""
+  rng = np.random.default_rng(1)
+  rows = 2 * searched_map.ROWS + 8
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  # Large where the comparison of candidates does not look.
+  weight = draw(rows, 32) * jnp.where(jnp.arange(rows) % 3 == 0, 1, 20)[:, None]
+  blocks, inputs = mxfp4.weight_blocks(weight), LinearInputs([draw(1, 1, 32, 64)])
+  start = methods.get("map-search:candidates=1")
+  matrix = start.shape(blocks, inputs).input_map.matrix.astype(jnp.float64)
+  inverse = jnp.linalg.inv(matrix).mT
+  moment = stage1.output_moment(blocks, inputs, stage1.weight_moments(blocks))
+  single = lambda array: array.astype(jnp.float32)
+  loss, _ = map_descent.loss_and_slope(
+    jnp.eye(32, dtype=jnp.float32)[None],
+    single(inverse @ moment @ inverse.mT),
+    single(map_descent.compensated_moment(matrix, inputs.moment())),
+    single(matrix) @ inputs.sample(64),
+    single(inverse) @ blocks,
+  )
+  record = dataclasses.replace(start, map_steps=2).shape(blocks, inputs).record
+  np.testing.assert_allclose(record["descent_losses"][0], loss, rtol=1e-3)
 
 
 def test_maps_that_descend_lower_the_error_of_the_outputs(calibrated, float64):
