@@ -9,6 +9,7 @@ import re
 import shlex
 
 import numpy as np
+import pytest
 
 from mxjax.evaluation.tables.declared import TABLES
 
@@ -142,37 +143,51 @@ def test_the_pages_of_searched_maps_tell_what_their_rows_say():
     assert re.findall(pattern, words) == [(str(shares[0]), str(shares[-1]))], name
 
 
-def test_the_page_of_learned_maps_tells_the_row_of_smollm2():
-  """KL, and how far that is from two rows of older code, paired by window."""
-  page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
-  rows = []
-  for name in ("map_descent_smollm2", "maps_descended_smollm2", "hires_next"):
+def kl_of_draw(names, draw=1):
+  """KL by window of the rows of some result files, by name of the row and text."""
+  found = {}
+  for name in names:
     text = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text()
-    rows += [row for row in json.loads(text)["rows"] if row["draw"] == 1]
-  kl = {
-    (row["name"], text): np.array(values["kl"])
-    for row in rows
-    for text, values in row["texts"].items()
-  }
-  descended = (
-    "hires-next:use_interaction=false:use_balance=false:candidates=1:map_steps=300"
-  )
-  texts = "WikiText-2", "C4"
+    for row in json.loads(text)["rows"]:
+      if row["draw"] == draw:
+        of_row = {text: np.array(kl["kl"]) for text, kl in row["texts"].items()}
+        found |= {(row["name"], text): kl for text, kl in of_row.items()}
+  return found
+
+
+@pytest.mark.parametrize(
+  ("files", "row", "sign", "texts"),
+  [
+    (("map_descent_smollm2", "hires_next"), "map-descent", 1, ("WikiText-2", "C4")),
+    (
+      ("maps_descended_smollm2", "hires_next_smollm2"),
+      "hires-next:use_interaction=false:use_balance=false:candidates=1:map_steps=300",
+      -1,
+      ("WikiText-2", "C4", "Python", "German"),
+    ),
+  ],
+)
+def test_the_page_of_learned_maps_tells_a_row_of_smollm2(files, row, sign, texts):
+  """KL, and how far that is from two other rows, paired by window."""
+  page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
   words = " ".join(page.split())
-  for ours, way, sign in (("map-descent", "above", 1), (descended, "below", -1)):
-    told = re.search(
-      r"\.(\d+) on WikiText-2 and \.(\d+) on C4, which is (\d+) and (\d+) % "
-      rf"below HiRes, and (\d+) and (\d+) % {way} `hires-next`",
-      words,
-    )
-    assert told
-    expected = [round(1000 * kl[ours, text].mean()) for text in texts]
-    for name, direction in (("hires", -1), ("hires-next", sign)):
-      for text in texts:
-        apart = direction * (kl[ours, text] - kl[name, text])
-        assert apart.mean() > 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
-        expected.append(round(100 * apart.mean() / kl[name, text].mean()))
-    assert [int(number) for number in told.groups()] == expected
+  kl = kl_of_draw(files)
+  expected = [round(1000 * kl[row, text].mean()) for text in texts]
+  for name, direction in (("hires", -1), ("hires-next", sign)):
+    for text in texts:
+      apart = direction * (kl[row, text] - kl[name, text])
+      assert apart.mean() > 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
+      expected.append(round(100 * apart.mean() / kl[name, text].mean()))
+  *first, last = (rf"\.(\d+) on {text}" for text in texts)
+  shares = ", ".join([r"(\d+)"] * (len(texts) - 1)) + r" and (\d+) %"
+  way = "above" if sign > 0 else "below"
+  told = re.search(
+    rf"{', '.join(first)} and {last}, which is {shares} below HiRes, "
+    rf"and {shares} {way} `hires-next`",
+    words,
+  )
+  assert told
+  assert [int(number) for number in told.groups()] == expected
 
 
 def test_the_page_of_discovery_tells_how_much_of_the_program_was_ported():
