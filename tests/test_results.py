@@ -190,6 +190,21 @@ def test_the_page_of_learned_maps_tells_a_row_of_smollm2(files, row, sign, texts
   assert [int(number) for number in told.groups()] == expected
 
 
+def test_the_page_of_learned_maps_tells_the_windows_that_were_kept_back():
+  page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
+  kl = kl_of_draw(["hires_next_kept_back"])
+  names = sorted({name for name, _ in kl}, key=lambda name: kl[name, "C4"].mean())
+  assert names[1:] == ["hires-next", "hires"]
+  for better, worse in itertools.pairwise(names):
+    for text in ("WikiText-2", "C4"):
+      apart = kl[worse, text] - kl[better, text]
+      assert apart.mean() > 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
+  of = lambda text: [f"{kl[name, text].mean():.3f}"[1:] for name in names]
+  (a, b, c), (d, e, f) = of("WikiText-2"), of("C4")
+  told = f"a KL of {a}, {b} and {c} on WikiText-2 and of {d}, {e} and {f} on C4"
+  assert told in " ".join(page.split())
+
+
 def test_the_page_of_discovery_tells_how_much_of_the_program_was_ported():
   """Shares of the program's gain over HiRes that `map-search` keeps on both models."""
   page = (ROOT / "docs" / "results" / "discovery.md").read_text()
