@@ -16,9 +16,8 @@ small model), and there are four kinds of text, none of which any draw reads:
 The weight of the labels is chosen on half as many other windows of each kind, which
 `validation` of the result has for the rows that differ in it. With `--kept-back` only
 the last 8 (16) windows of C4 and of WikiText-2 are measured, which no choice of this
-project was made on. KL is from the float
-model, in nats a token; differences of log perplexity and of KL are paired by window,
-with their standard error.
+project was made on. KL is from the float model, in nats a token; differences of log
+perplexity and of KL are paired by window, with their standard error.
 
 The control `float, labels` is the float model with the factors that `hires-next` learns
 instead, from the same labels in the same steps: what it gains is adaptation to the
