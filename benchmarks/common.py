@@ -211,6 +211,12 @@ def smollm2_ids(data):
   return [np.load(data / file).astype(np.int32) for file in files]
 
 
+def c4_text(data):
+  """The documents of C4 as one text."""
+  lines = (data / C4).read_text().splitlines()
+  return "\n\n".join(json.loads(line)["text"] for line in lines)
+
+
 def split_c4(data, folder):
   """Writes the C4 documents as two files, to calibrate on and to measure on."""
   lines = (data / C4).read_text().splitlines(keepends=True)

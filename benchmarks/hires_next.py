@@ -26,7 +26,8 @@ calibration text, and no quantization is in it.
 The result file is rewritten after every row. Rows already in it are kept if code, texts
 and options are the same, and refused otherwise: one file has the rows of one code. With
 `--runs` each build writes a run folder, as `mxjax quantize` does, keeps its gradients
-there, and goes on from there if the same code began it.
+there, and goes on from there if the same code began it. `build_seconds` are then those
+of the last process alone, and `stage_seconds` are of all.
 """
 
 import dataclasses
@@ -158,8 +159,7 @@ def texts(data, german, source=None):
     parts = [read(name, (library / f"{name}.py").read_text()) for name in names]
     return np.concatenate([rows(ids, count // len(names)) for ids in parts])
 
-  lines = (data / common.C4).read_text().splitlines()
-  c4_ids = read("C4", "\n\n".join(json.loads(line)["text"] for line in lines))
+  c4_ids = read("C4", common.c4_text(data))
   c4 = rows(c4_ids, 56)
   wikitext_ids = read("WikiText-2", (data / common.WIKITEXT).read_text())
   if source is None:
@@ -458,6 +458,7 @@ def main():
     if any((row["draw"], row["name"]) == (draw, name) for row in rows):
       continue
     run_dir = options.runs and options.runs / f"{shared['code'][:8]}-{draw}-{len(rows)}"
+    is_resumed = run_dir is not None and run_dir.is_dir()
     start = time.perf_counter()
     entries = {}
     if name == FLOAT:
@@ -473,7 +474,7 @@ def main():
         calibration,
         program,
         run_dir=run_dir,
-        resume=run_dir is not None and run_dir.is_dir(),
+        resume=is_resumed,
         check=False,
         probe=False,
       )
@@ -495,6 +496,7 @@ def main():
       "build_seconds": time.perf_counter() - start,
       "peak_bytes": peak_memory_bytes(),
       "has_run_folder": run_dir is not None,
+      "is_resumed": is_resumed,
       **entries,
       "texts": {
         t: measured(model, params, quantized, w, kept) for t, w in windows.items()

@@ -12,12 +12,9 @@ the first layer, and the largest.
 """
 
 import dataclasses
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 from typing import ClassVar
 
 import common
@@ -25,7 +22,6 @@ import hires_next
 import jax.numpy as jnp
 import machines
 import numpy as np
-import replicate_noise
 
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
@@ -83,11 +79,7 @@ class Recorded(HiResDescent):
 def build(options, method):
   """What the stages of the first layer's linears made, and KL of the whole model."""
   model, params, tokenizer = machines.loaded(options.model, options.layers)
-  lines = (options.data / common.C4).read_text().splitlines()
-  c4 = "\n\n".join(json.loads(line)["text"] for line in lines)
-  rows = replicate_noise.rows_of(tokenizer, c4, 0, replicate_noise.CALIBRATION_ROWS)
-  text = (options.data / common.WIKITEXT).read_text()
-  windows = replicate_noise.rows_of(tokenizer, text, 0, replicate_noise.WINDOWS)
+  rows, windows = machines.texts(options.data, tokenizer)
   named = methods.get(method)
   fields = {f.name: getattr(named, f.name) for f in dataclasses.fields(named)}
   program = Recorded(**{**fields, "tune": None})
@@ -104,15 +96,9 @@ def build(options, method):
 
 def built(options, method, changed):
   """The same of a process with other variables."""
-  with tempfile.TemporaryDirectory() as folder:
-    file = pathlib.Path(folder, "built.npz")
-    words = [sys.executable, __file__, "--data", str(options.data), "--methods"]
-    words += [method, "--model", options.model, "--layers", str(options.layers)]
-    subprocess.run(
-      [*words, "--build", str(file)], check=True, env=machines.environment(changed)
-    )
-    with np.load(file) as arrays:
-      return dict(arrays)
+  words = [sys.executable, __file__, "--data", str(options.data), "--methods", method]
+  words += ["--model", options.model, "--layers", str(options.layers)]
+  return machines.arrays_of(words, changed)
 
 
 def compared(first, second):

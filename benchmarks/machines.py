@@ -22,7 +22,6 @@ linears. The methods are then forms of `hires-next`, built without their tuning.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import subprocess
@@ -64,14 +63,18 @@ def loaded(name, layers):
   return model, params, models.load_tokenizer(source)
 
 
+def texts(data, tokenizer):
+  """Rows of C4 to calibrate on and windows of WikiText-2 to measure on."""
+  read = replicate_noise.rows_of
+  rows = read(tokenizer, common.c4_text(data), 0, replicate_noise.CALIBRATION_ROWS)
+  wikitext = (data / common.WIKITEXT).read_text()
+  return rows, read(tokenizer, wikitext, 0, replicate_noise.WINDOWS)
+
+
 def build(data, name, method, layers):
   """What a build leaves, stage by stage, as named arrays."""
   model, params, tokenizer = loaded(name, layers)
-  lines = (data / common.C4).read_text().splitlines()
-  c4 = "\n\n".join(json.loads(line)["text"] for line in lines)
-  rows = replicate_noise.rows_of(tokenizer, c4, 0, replicate_noise.CALIBRATION_ROWS)
-  text = (data / common.WIKITEXT).read_text()
-  windows = replicate_noise.rows_of(tokenizer, text, 0, replicate_noise.WINDOWS)
+  rows, windows = texts(data, tokenizer)
   found = {
     "hidden": np.stack(
       streams.final_hiddens(model, params, [jnp.asarray(row[None]) for row in rows])
@@ -99,23 +102,21 @@ def build(data, name, method, layers):
 
 def repeated(options, name, method, changed, is_single):
   """The same of a process with other variables, on one core or on all."""
-  with tempfile.TemporaryDirectory() as folder:
-    file = pathlib.Path(folder, "built.npz")
-    words = [sys.executable, __file__, "--data", str(options.data), "--layers"]
-    words += [str(options.layers), "--models", name, "--methods", method]
-    words += ["--build", str(file)]
-    if is_single:
-      words = ["taskset", "--cpu-list", "0", *words]
-    subprocess.run(words, check=True, env=environment(changed))
-    with np.load(file) as arrays:
-      return dict(arrays)
+  words = [sys.executable, __file__, "--data", str(options.data), "--layers"]
+  words += [str(options.layers), "--models", name, "--methods", method]
+  return arrays_of(["taskset", "--cpu-list", "0"] * is_single + words, changed)
 
 
-def environment(changed):
-  """The variables of a process, of which some are changed."""
+def arrays_of(words, changed):
+  """What a command writes into the file that it is told by `--build`, by name."""
   # Programs that another instruction set compiled would be read again.
   inherited = {k: v for k, v in os.environ.items() if k != common.KEPT_PROGRAMS}
-  return {**inherited, **changed}
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder, "built.npz")
+    command = [*words, "--build", str(file)]
+    subprocess.run(command, check=True, env={**inherited, **changed})
+    with np.load(file) as arrays:
+      return dict(arrays)
 
 
 def gap(first, second):

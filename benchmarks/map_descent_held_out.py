@@ -10,8 +10,6 @@ saw, on as many others from other documents, and on all output rows. The table h
 over those of the map where the descent starts.
 """
 
-import json
-
 import common
 import jax
 import jax.numpy as jnp
@@ -116,9 +114,8 @@ def of_model(data, name):
   """The entries of some linears of a layer."""
   number = LAYERS[name]
   model, params, tokenizer = machines.loaded(name, number + 1)
-  lines = (data / common.C4).read_text().splitlines()
-  c4 = "\n\n".join(json.loads(line)["text"] for line in lines)
-  rows = replicate_noise.rows_of(tokenizer, c4, 0, ROWS + OTHERS)
+  text = common.c4_text(data)
+  rows = replicate_noise.rows_of(tokenizer, text, 0, ROWS + OTHERS)
   step, outer = jax.jit(model.layer_with_taps), streams.outer_params(model, params)
   made = []
   for row in rows:

@@ -16,7 +16,6 @@ difference of what enters each layer.
 """
 
 import functools
-import json
 
 import common
 import hires_next
@@ -175,8 +174,7 @@ def main():
   options = parser.parse_args()
   made, entries = common.stamp(), {}
   read = lambda file: (options.data / file).read_text()
-  lines = read(common.C4).splitlines()
-  c4 = "\n\n".join(json.loads(line)["text"] for line in lines)
+  c4 = common.c4_text(options.data)
   for name in options.models:
     source = f"models/trained/{name}"
     model, params = models.from_pretrained(source)

@@ -190,6 +190,14 @@ def test_the_page_of_learned_maps_tells_a_row_of_smollm2(files, row, sign, texts
   assert [int(number) for number in told.groups()] == expected
 
 
+def test_the_page_of_learned_maps_tells_what_a_descent_on_some_rows_had():
+  page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
+  [*kl] = kl_of_draw(["maps_descended_512_rows_smollm2"]).values()
+  *first, last = (f"{of_text.mean():.3f}"[1:] for of_text in kl)
+  told = f"the first map descended had a KL of {', '.join(first)} and {last}"
+  assert told in " ".join(page.split())
+
+
 def test_the_page_of_learned_maps_tells_the_windows_that_were_kept_back():
   page = (ROOT / "docs" / "results" / "hires_next.md").read_text()
   kl = kl_of_draw(["hires_next_kept_back"])
