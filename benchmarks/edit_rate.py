@@ -58,9 +58,9 @@ HEADINGS = {
   "second_code": "second code changed, K_Q = 0",
   "one_code_error": "input error, one code",
   "two_codes_error": "input error, two codes",
-  "up_error": "input error, up from 7",
-  "two_codes_up_error": "input error, two codes, up from 7",
-  "two_codes_better_error": "input error, two codes, better exponent",
+  "up_error": "input error, `rounds_up`",
+  "two_codes_up_error": "input error, two codes, `rounds_up`",
+  "two_codes_better_error": "input error, two codes, better of both exponents",
 }
 """What is measured, and how tables name it."""
 

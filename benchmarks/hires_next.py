@@ -1,12 +1,13 @@
-"""hires-next, its parts and its controls, over calibration draws.
+"""hires-next and hires-rotated, their parts and controls, over calibration draws.
 
   python benchmarks/hires_next.py --data ../shared/data [--draws 1 2 3] [--rows ROW ...]
-    [--model models/trained/llama] [--runs DIR]
+    [--method hires-rotated] [--model models/trained/llama] [--runs DIR]
 
 Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
 documents in the file, of 2,048 tokens for SmolLM2-135M-Instruct and of 512 for a small
-trained model. Windows to measure on have the same length, 8 of each text (16 for a
-small model), and there are four kinds of text, none of which any draw reads:
+trained model. Draw 128 has the paper's number of rows, which are 56 to 183. Windows to
+measure on have the same length, 8 of each text (16 for a small model), and there are
+four kinds of text, none of which any draw reads:
 
   WikiText-2   the test set from its start
   C4           rows 40 and on of the documents
@@ -19,15 +20,19 @@ the last 8 (16) windows of C4 and of WikiText-2 are measured, which no choice of
 project was made on. KL is from the float model, in nats a token; differences of log
 perplexity and of KL are paired by window, with their standard error.
 
-The control `float, labels` is the float model with the factors that `hires-next` learns
-instead, from the same labels in the same steps: what it gains is adaptation to the
-calibration text, and no quantization is in it.
+The control `float, labels` is the float model with the factors that `--method`, by
+default `hires-next`, learns instead, from the same labels in the same steps: what it
+gains is adaptation to the calibration text, and no quantization is in it.
 
 The result file is rewritten after every row. Rows already in it are kept if code, texts
-and options are the same, and refused otherwise: one file has the rows of one code. With
-`--runs` each build writes a run folder, as `mxjax quantize` does, keeps its gradients
-there, and goes on from there if the same code began it. `build_seconds` are then those
-of the last process alone, and `stage_seconds` are of all.
+and options are the same, and refused otherwise: one file has the rows of one code.
+
+Rows of a draw that differ in their tuning alone share the layers that are tuned, which
+are quantized once: `shares_layers` of a row tells that they were there. With `--runs`
+layers are also written to a run folder, as `mxjax quantize` does, and a process goes on
+from there if the same code began it, which `is_resumed` tells. Tuning is not kept.
+`build_seconds` are what this process spent on the row, and `stage_seconds` what all
+processes spent on its layers, and the last one on its tuning.
 """
 
 import dataclasses
@@ -38,6 +43,7 @@ import json
 import pathlib
 import sysconfig
 import time
+from typing import NamedTuple
 
 import common
 import jax
@@ -49,31 +55,33 @@ from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration, replace_weights
 from mxjax.devices import execution, kept_programs
 from mxjax.methods import scale_distillation
+from mxjax.methods.program import Program
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.run import tune
+from mxjax.run.progress import Report
 from mxjax.run.quantize import run
-from mxjax.run.record import peak_memory_bytes
+from mxjax.run.record import StageClock, peak_memory_bytes
+from mxjax.run.setup import Setup
 
 LENGTH, CHUNK = 2048, 256
 SMALL, WINDOWS = 512, 16
 REFERENCE, PAPER, NEXT = "hires I + II", "hires", "hires-next"
 FLOAT, CONTROL = "float", "float, labels"
-NO_LABELS = f"{NEXT}+tune:label_weight=0"
+WITHOUT_LABELS = "+tune:label_weight=0"
+PAPER_AMOUNT = 128
+DRAWS = {
+  **{draw: slice(8 * draw - 8, 8 * draw) for draw in (1, 2, 3)},
+  PAPER_AMOUNT: slice(56, 56 + PAPER_AMOUNT),
+}
+"""Rows of C4 by calibration draw.
+
+Windows of SmolLM2-135M-Instruct are 24 to 27, 40 to 47 and the last 8, those of a small
+model 24 to 31, 40 to 55 and the last 16.
+"""
 GERMAN = pathlib.Path("/usr/share/locale/de/LC_MESSAGES/coreutils.mo")
 WITHOUT_BOTH = ":use_interaction=false:use_balance=false"
-WEIGHTS = {NO_LABELS: "0", f"{NEXT}+tune:label_weight=0.06": ".06", NEXT: ".45"}
-"""Rows that differ in the most that labels weigh, of which `hires-next` has the last.
-
-Its own weight is less where 2.25 times the divergence is.
-"""
-DEFAULT_ROWS = [
-  FLOAT,
-  PAPER,
-  NEXT,
-  CONTROL,
-  *[name for name in WEIGHTS if name != NEXT],
-]
 LABELS = {
   WITHOUT_BOTH: ", K = 0, D = I",
   ":two_sided=false": ", one-sided",
@@ -125,7 +133,7 @@ VALIDATION_MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-  """Calibration rows by draw, int32 `[8, T]`, and windows `[n, T]` by kind of text.
+  """Calibration rows by draw, int32 `[8, T]` (`[128, T]`), windows `[n, T]` by text.
 
   `sources` has the digest of each text that was read, by its name.
   """
@@ -160,7 +168,7 @@ def texts(data, german, source=None):
     return np.concatenate([rows(ids, count // len(names)) for ids in parts])
 
   c4_ids = read("C4", common.c4_text(data))
-  c4 = rows(c4_ids, 56)
+  c4 = rows(c4_ids, DRAWS[PAPER_AMOUNT].stop)
   wikitext_ids = read("WikiText-2", (data / common.WIKITEXT).read_text())
   if source is None:
     wikitext = common.smollm2_ids(data)[1]
@@ -181,7 +189,7 @@ def texts(data, german, source=None):
     "Python": of_modules(VALIDATION_MODULES)[::2],
     "German": messages[count : count + count // 2],
   }
-  draws = {draw: c4[8 * draw - 8 : 8 * draw] for draw in (1, 2, 3)}
+  draws = {draw: c4[of_draw] for draw, of_draw in DRAWS.items()}
   kept_back = {"WikiText-2": last(wikitext_ids), "C4": last(c4_ids)}
   return Texts(draws, test, validation, kept_back, sources)
 
@@ -264,13 +272,51 @@ def float_scaled(layer, own, model):
   return replace_weights(layer, weights)
 
 
-def labelled_float(model, params, tokens, tuning, quantized):
-  """The control: the float model, with factors learned as `quantized` learned its own.
+class Built(NamedTuple):
+  """A quantized model, and what a row tells of its build."""
 
-  `tuning` is the record of that: the weight of the labels is that of each of its steps,
-  which the control's own divergence, zero at first, would leave at nothing.
+  params: dict
+  stage_seconds: dict
+  stage_peak_bytes: dict
+  tuning: dict | None
+
+
+def build(params, calibration, program, layers, run_dir=None):
+  """Quantizes a model; its layers before tuning are put into `layers`, or found there.
+
+  `layers` is a dictionary of one draw. They are kept in `run_dir`, if there is one.
   """
-  options = methods.HIRES_NEXT.tune
+  plain = untuned(program)
+  if program.tune and type(program).prepare is not Program.prepare:
+    raise SystemExit(f"{program.name} learns before its layers are quantized, too")
+  if plain not in layers:
+    resumes = run_dir is not None and run_dir.is_dir()
+    layers[plain] = run(
+      *(params, calibration, plain),
+      **{"run_dir": run_dir, "resume": resumes, "check": False, "probe": False},
+    )
+  found = layers[plain]
+  clock = StageClock(
+    dict(found.record.clock.seconds), dict(found.record.clock.peak_bytes)
+  )
+  quantized, tuning = dict(found.params), None
+  if program.tune:
+    setup = Setup.of(params, calibration, program, PAPER_CONTRACT, probe=False)
+    report = Report(program, setup.model.num_layers, clock)
+    execution.trim_malloc(execution.LARGE_BYTES)
+    with clock.stage("tuning"):
+      tuned, tuning = tune.distill_scales(setup, quantized, None, report)
+    quantized |= tuned
+  return Built(quantized, clock.seconds, clock.peak_bytes, tuning)
+
+
+def labelled_float(model, params, tokens, built, options):
+  """The control: the float model, with factors learned as `built` learned its own.
+
+  `options` are those of its tuning. The weight of the labels is that of each of its
+  steps, which the control's own divergence, zero at first, would leave at nothing.
+  """
+  tuning, quantized = built.tuning, built.params
   names = [model.layer_name(index) for index in range(model.num_layers)]
   chunks, order = options.chunks(tokens), options.order(len(options.chunks(tokens)))
   assert order == tuning["order"]
@@ -307,8 +353,9 @@ def mean_of(rows, key, text):
 
 
 def spread(values):
-  """Mean and standard deviation over draws."""
-  return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
+  """Mean and standard deviation over draws, if there are several."""
+  deviation = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+  return f"{np.mean(values):.4f}{deviation}"
 
 
 def difference(rows, others, key, text):
@@ -330,12 +377,15 @@ def by_text(whole, kinds, key, shown):
   return common.markdown(head, lines)
 
 
-def tables(rows, draws):
-  """Markdown tables: KL first, perplexity beside it, then what is adaptation."""
+def tables(rows, draws, method=NEXT):
+  """Markdown tables: KL first, perplexity beside it, then what is adaptation.
+
+  Rows that not all draws have are left out.
+  """
   names = dict.fromkeys(row["name"] for row in rows)
   whole = {name: [row for row in rows if row["name"] == name] for name in names}
   whole = {name: same for name, same in whole.items() if len(same) == len(draws)}
-  if PAPER not in whole or len(draws) < 2:
+  if PAPER not in whole:
     return f"Only {len(rows)} rows.\n"
   kinds = list(rows[0]["texts"])
   quantized = {name: same for name, same in whole.items() if name != FLOAT}
@@ -343,20 +393,22 @@ def tables(rows, draws):
   divergence = lambda same, text: spread([mean_kl(row, text) for row in same])
   perplexity = lambda same, text: f"{np.exp(mean_of(same, 'loss', text).mean()):.2f}"
   parts = [
-    f"KL from the float model, means of {len(draws)} draws:",
+    "KL from the float model, "
+    + (f"means of {len(draws)} draws:" if len(draws) > 1 else f"draw {draws[0]}:"),
     by_text(quantized, kinds, "kl", divergence),
     "Perplexity, and the difference of its logarithm:",
     by_text(whole, kinds, "loss", perplexity),
   ]
-  if {FLOAT, CONTROL, NEXT, NO_LABELS} <= whole.keys():
-    parts += ["Adaptation and quantization:", adaptation(whole, kinds)]
-  if len(weights := [name for name in whole if name in WEIGHTS]) > 1:
-    parts += ["The weight of the labels:", by_weight(whole, weights, kinds)]
+  if {FLOAT, CONTROL, method, method + WITHOUT_LABELS} <= whole.keys():
+    parts += ["Adaptation and quantization:", adaptation(whole, kinds, method)]
+  of = {name: told for name, told in weights_of(method).items() if name in whole}
+  if len(of) > 1 and all("validation" in row for name in of for row in whole[name]):
+    parts += ["The weight of the labels:", by_weight(whole, of, kinds)]
   return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def adaptation(whole, kinds):
-  """What the labels give to the float model, beside what `hires-next` gains.
+def adaptation(whole, kinds, method=NEXT):
+  """What the labels give to the float model, beside what `method` gains.
 
   The share of quantization is that of the gain of log perplexity which the float model
   does not get from the same labels. It stands only where the gain is over twice its
@@ -364,26 +416,26 @@ def adaptation(whole, kinds):
   """
   head = [
     "text",
-    "gain of hires-next",
+    f"gain of {method}",
     "gain without labels",
     "gain of the float model by labels",
     "share of quantization",
-    "KL that labels add to hires-next",
+    f"KL that labels add to {method}",
     "KL of the float model with labels",
   ]
   lines = []
   for text in kinds:
     loss = {name: mean_of(whole[name], "loss", text) for name in whole}
-    gain, error = paired(loss[PAPER], loss[NEXT])
+    gain, error = paired(loss[PAPER], loss[method])
     adapted, _ = paired(loss[FLOAT], loss[CONTROL])
     lines.append(
       [
         text,
         f"{gain:+.4f} ± {error:.4f}",
-        difference(whole[PAPER], whole[NO_LABELS], "loss", text),
+        difference(whole[PAPER], whole[method + WITHOUT_LABELS], "loss", text),
         difference(whole[FLOAT], whole[CONTROL], "loss", text),
         f"{1 - adapted / gain:.2f}" if gain > 2 * error else "no gain",
-        difference(whole[NEXT], whole[NO_LABELS], "kl", text),
+        difference(whole[method], whole[method + WITHOUT_LABELS], "kl", text),
         f"{mean_of(whole[CONTROL], 'kl', text).mean():.4f}",
       ]
     )
@@ -395,8 +447,8 @@ def by_weight(whole, weights, kinds):
   head, lines = ["most that labels weigh"], []
   for part in ("validation", "test"):
     head += [f"{part} {text}, KL / ppl" for text in kinds]
-  for name in weights:
-    cells = [WEIGHTS[name]]
+  for name, weight in weights.items():
+    cells = [weight]
     for part in ("validation", "texts"):
       for text in kinds:
         of = lambda key, name=name, part=part, text=text: np.mean(
@@ -429,10 +481,44 @@ def kept_rows(file, shared, wanted):
   return found["rows"]
 
 
+def method_of(name):
+  """The program of a row."""
+  return ROWS.get(name) or methods.get(name)
+
+
+def weights_of(method):
+  """Rows that differ in the most that labels weigh, by it; `method` itself is the last.
+
+  Its own weight is less where 2.25 times the divergence is.
+  """
+  few_labels = f"{method}+tune:label_weight=0.06"
+  return {method + WITHOUT_LABELS: "0", few_labels: ".06", method: ".45"}
+
+
+def rows_of(method):
+  """The rows that tell of a method, of its labels and of its control."""
+  return list(dict.fromkeys([FLOAT, PAPER, NEXT, method, CONTROL, *weights_of(method)]))
+
+
+def untuned(program):
+  """The program without its tuning, by the same name whatever that was."""
+  return dataclasses.replace(program, tune=None, name=program.name.partition("+")[0])
+
+
+def folder_of(code, model, draw, program):
+  """The name of the run folder of a program's layers, by code, model and draw."""
+  described = json.dumps([model, untuned(program).describe()], sort_keys=True)
+  digest = hashlib.sha256(described.encode())
+  return f"{code[:8]}-{draw}-{digest.hexdigest()[:8]}"
+
+
 def main():
   parser = common.parser(__doc__, data=True, out=False)
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
-  parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
+  parser.add_argument(
+    "--rows", nargs="+", help="by default those that tell of --method"
+  )
+  parser.add_argument("--method", default=NEXT, help="whose control `float, labels` is")
   parser.add_argument("--model", help="a folder; SmolLM2-135M-Instruct if omitted")
   parser.add_argument("--german", type=pathlib.Path, default=GERMAN)
   parser.add_argument("--out", type=pathlib.Path, help="results/hires_next*.json")
@@ -440,6 +526,9 @@ def main():
   parser.add_argument("--runs", type=pathlib.Path, help="a folder of run folders")
   parser.add_argument("--kept-back", action="store_true", help="other windows")
   options = parser.parse_args()
+  options.rows = options.rows or rows_of(options.method)
+  if CONTROL in options.rows and not method_of(options.method).tune:
+    parser.error(f"{options.method} learns no factors that {CONTROL!r} could learn")
   if options.out is None:
     name = f"_{pathlib.Path(options.model).name}" if options.model else ""
     options.out = common.RESULTS / f"hires_next{name}.json"
@@ -449,64 +538,62 @@ def main():
     kept_programs.keep_compiled(options.compiled)
   model, params = models.from_pretrained(options.model)
   found = texts(options.data, options.german, options.model)
-  shared = {"code": code_digest(), "sources": found.sources}
+  shared = {
+    "code": code_digest(),
+    "sources": found.sources,
+    "method": options.method,
+    "windows": "kept back" if options.kept_back else "test",
+  }
   wanted = [(draw, name) for draw in options.draws for name in options.rows]
   rows = kept_rows(options.out, shared, wanted)
   windows = found.kept_back if options.kept_back else found.test
-  built_next, kept = {}, {}
+  kept, layers, latest, of_method = {}, {}, None, None
+  measure = lambda windows, quantized: {
+    text: measured(model, params, quantized, ids, kept) for text, ids in windows.items()
+  }
   for draw, name in wanted:
     if any((row["draw"], row["name"]) == (draw, name) for row in rows):
       continue
-    run_dir = options.runs and options.runs / f"{shared['code'][:8]}-{draw}-{len(rows)}"
-    is_resumed = run_dir is not None and run_dir.is_dir()
+    if draw != latest:
+      layers, latest, of_method = {}, draw, None
     start = time.perf_counter()
     entries = {}
     if name == FLOAT:
       quantized = params
     else:
-      program = (
-        methods.HIRES_NEXT if name == CONTROL else ROWS.get(name) or methods.get(name)
-      )
+      program = method_of(options.method if name == CONTROL else name)
       calibration = Calibration(model, found.draws[draw])
-      built = built_next.get(draw) if name == CONTROL else None
-      built = built or run(
-        params,
-        calibration,
-        program,
-        run_dir=run_dir,
-        resume=is_resumed,
-        check=False,
-        probe=False,
-      )
-      if name == NEXT:
-        built_next = {draw: built}
+      built = of_method if name == CONTROL else None
+      if built is None:
+        run_dir = options.runs and options.runs / folder_of(
+          shared["code"], options.model, draw, program
+        )
+        entries = {
+          "shares_layers": untuned(program) in layers,
+          "is_resumed": run_dir is not None and run_dir.is_dir(),
+        }
+        built = build(params, calibration, program, layers, run_dir)
+      if name == options.method:
+        of_method = built
       quantized = built.params
-      entries = {
-        "stage_seconds": built.record.clock.seconds,
-        "stage_peak_bytes": built.record.clock.peak_bytes,
-        "tuning": built.record.tuning,
+      entries |= {
+        "stage_seconds": built.stage_seconds,
+        "stage_peak_bytes": built.stage_peak_bytes,
+        "tuning": built.tuning,
       }
     if name == CONTROL:
-      quantized = labelled_float(
-        model, params, found.draws[draw], built.record.tuning, built.params
-      )
+      quantized = labelled_float(model, params, found.draws[draw], built, program.tune)
     row = {
       "draw": draw,
       "name": name,
       "build_seconds": time.perf_counter() - start,
       "peak_bytes": peak_memory_bytes(),
-      "has_run_folder": run_dir is not None,
-      "is_resumed": is_resumed,
+      "has_run_folder": options.runs is not None,
       **entries,
-      "texts": {
-        t: measured(model, params, quantized, w, kept) for t, w in windows.items()
-      },
+      "texts": measure(windows, quantized),
     }
-    if name in WEIGHTS and not options.kept_back:
-      row["validation"] = {
-        t: measured(model, params, quantized, w, kept)
-        for t, w in found.validation.items()
-      }
+    if name in weights_of(options.method) and not options.kept_back:
+      row["validation"] = measure(found.validation, quantized)
     rows.append(row)
     common.write(options.out, {**made, **shared, "rows": rows})
     print(
@@ -516,7 +603,9 @@ def main():
       flush=True,
     )
   common.write(
-    options.out, {**made, **shared, "rows": rows}, tables(rows, options.draws)
+    options.out,
+    {**made, **shared, "rows": rows},
+    tables(rows, options.draws, options.method),
   )
 
 

@@ -13,7 +13,8 @@ after every row, and goes on from the rows that it has.
 Of `hires-next`, two controls share the map of the search but for the search: `one
 candidate` is the first, in principal axes, and `K = 0, D = I` the chart with the
 Hadamard matrix alone. `map-descent, one candidate` descends from the first as well, and
-so does `hires-next, first map descended`, which is quicker than a search among 84.
+so does `hires-next, first map descended`, which is quicker than a search among 84. The
+maps of `hires-rotated` are made like that and then fitted.
 """
 
 import pathlib
@@ -48,9 +49,7 @@ ROWS = {
   "hires-next, maps searched": f"{ONE_MAP}:candidates=84",
   "hires-next, maps descended": f"{ONE_MAP}:candidates=84:map_steps=300",
   "hires-next, first map descended": f"{ONE_MAP}:candidates=1:map_steps=300",
-  "hires-next, first map descended and fitted": (
-    f"{ONE_MAP}:candidates=1:map_steps=300:map_fits=16"
-  ),
+  "hires-rotated": "hires-rotated",
 }
 AGAINST = "hires", "hires-descent", "map-search", "hires-next", "map-descent"
 

@@ -15,7 +15,7 @@ import re
 
 HERE = pathlib.Path(__file__).parent
 FIGURE = HERE.parent / "docs" / "images" / "kl_against_bytes.svg"
-WIDTH, HEIGHT, TOP, BOTTOM = 760, 420, 98, 56
+WIDTH, HEIGHT, TOP, BOTTOM = 800, 420, 98, 56
 LEFT_PANEL, RIGHT_PANEL = (60, 360), (460, 620)
 BYTES, KLS = (90, 170), (0.15, 1.8)
 SHARES = (0.3, 0.7)
@@ -25,17 +25,27 @@ LABELS = {
   "gptq:activations=float": "gptq, W4A16",
   "hires:activations=float": "hires, W4A16",
 }
-LINES = {"rtn": "rtn, gptq, brq", "wush": "wush", "hires-next": None, "hires": None}
+LINES = {
+  "rtn": "rtn, gptq, brq",
+  "wush": "wush",
+  "hires-rotated": "hires-next, hires-rotated",
+  "hires": None,
+}
 """Methods of the right panel, with the label if it is another than the name."""
-OURS = ("hires", "hires-next", "hires:storage=bfloat16")
-LEARNED = ("wush:weighting=fisher+tune", "hires-next")
+OURS = ("hires", "hires-next", "hires-rotated", "hires:storage=bfloat16")
+LEARNED = ("wush:weighting=fisher+tune", "hires-next", "hires-rotated")
 """Methods with a backward pass through the model, shown as rings."""
 LEGEND = (
   "rings: also learned from predictions, a longer build; gray: weights alone, W4A16"
 )
 # By how many pixels labels move down, where they would lie on each other.
-NUDGES = {"rtn": 21, "wush": 8, "hires-next": -5, "hires": -17}
-LEFT_NUDGES = {"hires:storage=bfloat16": -13, "gptq:activations=float": -8}
+NUDGES = {"rtn": 21, "wush": 8, "hires-rotated": -5, "hires": -17}
+LEFT_NUDGES = {
+  "hires:storage=bfloat16": -13,
+  "gptq:activations=float": -8,
+  "hires-next": -3,
+  "hires-rotated": 3,
+}
 ON_THE_LEFT = ("gptq:activations=float",)
 """Labels of the left panel that stand before their point, where brq's is behind it."""
 STYLE = """

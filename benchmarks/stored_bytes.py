@@ -3,11 +3,12 @@
   python benchmarks/stored_bytes.py [--measure METHOD ... --data ../shared/data]
 
 Bytes are those of `mxjax plan --method`: every array that a checkpoint holds. KL from
-the float model is taken from results/hires_next.json, where it was measured on
-SmolLM2-135M-Instruct and WikiText-2: of its first calibration draw, which alone has all
-rows. `--measure` builds further methods and measures them as that script does, on the
-same tokens; they are kept in the result file. No error was measured at 1B and 8B.
-It also writes results/paper_by_size.json, what the paper's tables say by model size.
+the float model is taken from results/hires_next_smollm2.json, or for three methods from
+the older results/hires_next.json, where it was measured on SmolLM2-135M-Instruct and
+WikiText-2 after the first calibration draw. `--measure` builds further methods and
+measures them on the same tokens, as `hires_next.py` does; they are kept in the result
+file. No error was measured at 1B and 8B. It also writes results/paper_by_size.json,
+what the paper's tables say by model size.
 """
 
 import json
@@ -48,17 +49,21 @@ METHODS = (
   "hires",
   "hires:storage=bfloat16",
   "hires-next",
+  "hires-rotated",
   "gptq:activations=float",
   "hires:activations=float",
 )
 MEASURED = {
-  "rtn": "rtn",
-  "wush": "wush",
-  "wush:weighting=fisher+tune": "wush, fisher, tuned",
-  "hires": "hires",
-  "hires-next": "hires-next",
+  "hires_next_smollm2": {
+    name: name for name in ("hires", "hires-next", "hires-rotated")
+  },
+  "hires_next": {
+    "rtn": "rtn",
+    "wush": "wush",
+    "wush:weighting=fisher+tune": "wush, fisher, tuned",
+  },
 }
-"""The rows of results/hires_next.json that are one of these methods."""
+"""By result file, the rows that are one of these methods."""
 TEXT, DRAW = "WikiText-2", 1
 PAPER_METHODS = ("BF16", "RTN", "GPTQ", "BRQ", "WUSH", "HiRes")
 SHOWN = "RTN", "HiRes"
@@ -75,7 +80,7 @@ def configs():
 
 
 def built_and_measured(method, data):
-  """KL and loss of a method by window, on the tokens of results/hires_next.json."""
+  """KL and loss of a method by window, on the tokens of the result files."""
   c4, windows = common.smollm2_ids(data)
   model, params = models.from_pretrained()
   calibration = Calibration(model, c4[8 * DRAW - 8 : 8 * DRAW])
@@ -88,9 +93,11 @@ def built_and_measured(method, data):
 
 def measured(built):
   """KL by method on the smallest model, nats a token; `built` are by `--measure`."""
-  rows = json.loads((common.RESULTS / "hires_next.json").read_text())["rows"]
-  of = {row["name"]: row["texts"][TEXT]["kl"] for row in rows if row["draw"] == DRAW}
-  windows = {method: of[name] for method, name in MEASURED.items()}
+  windows = {}
+  for file, names in MEASURED.items():
+    rows = json.loads((common.RESULTS / f"{file}.json").read_text())["rows"]
+    of = {row["name"]: row["texts"][TEXT]["kl"] for row in rows if row["draw"] == DRAW}
+    windows |= {method: of[name] for method, name in names.items()}
   windows |= {method: row["kl"] for method, row in built.items()}
   return {name: statistics.fmean(windows[name]) for name in METHODS if name in windows}
 

@@ -34,7 +34,7 @@ def test_the_share_of_quantization_is_what_the_float_model_does_not_gain():
     hires_next.CONTROL: 1.9,
     hires_next.PAPER: 3.0,
     hires_next.NEXT: 2.6,
-    hires_next.NO_LABELS: 2.7,
+    hires_next.NEXT + hires_next.WITHOUT_LABELS: 2.7,
   }
   table = hires_next.tables(rows(**made), (1, 2, 3))
   [line] = [line for line in table.splitlines() if line.startswith("| C4 |")]
@@ -55,9 +55,51 @@ def test_a_share_of_no_gain_is_not_told():
     hires_next.CONTROL: 1.9,
     hires_next.PAPER: 3.0,
     hires_next.NEXT: 3.1,
-    hires_next.NO_LABELS: 2.7,
+    hires_next.NEXT + hires_next.WITHOUT_LABELS: 2.7,
   }
   assert "no gain" in hires_next.tables(rows(**made), (1, 2, 3))
+
+
+def test_the_tables_of_one_draw_tell_of_the_method_that_they_are_asked_for():
+  names = hires_next.rows_of("hires-rotated")
+  assert names[:5] == ["float", "hires", "hires-next", "hires-rotated", "float, labels"]
+  # The row of `hires-next` must not be taken for the method's own: it gains .1.
+  losses = dict(zip(names, (2.0, 3.0, 2.9, 2.6, 1.9, 2.7, 2.65), strict=True))
+  found = [row for row in rows(**losses) if row["draw"] == 1]
+  table = hires_next.tables(found, [1], "hires-rotated")
+  assert table.startswith("KL from the float model, draw 1:")
+  [line] = [
+    line for line in table.splitlines() if line.startswith("| hires-rotated |")
+  ][:1]
+  assert line.split("|")[2:4] == [" 0.2600 ", " -0.0400 ± 0.0000 "]
+  assert "gain of hires-rotated" in table
+  [line] = [line for line in table.splitlines() if line.startswith("| C4 |")]
+  assert line.split("|")[2].split()[0] == "+0.4000"
+  assert (
+    hires_next.tables(found, [1, 2], "hires-rotated") == f"Only {len(found)} rows.\n"
+  )
+
+
+def test_a_run_folder_is_of_one_code_model_draw_and_program_before_its_tuning():
+  of = lambda name, model=None, draw=1: hires_next.folder_of(
+    "0123456789", model, draw, methods.get(name)
+  )
+  one = of("rtn+tune")
+  assert one.startswith("01234567-1-")
+  assert one == of("rtn+tune:epochs=1") == of("rtn")
+  others = {
+    one,
+    of("rtn", "llama"),
+    of("rtn", draw=2),
+    of("gptq"),
+    of("gptq:damping=1"),
+  }
+  assert len(others) == 5
+
+
+def test_rows_that_learn_before_their_layers_are_not_tuned_from_shared_ones():
+  with pytest.raises(SystemExit, match="spinquant.tune learns before its layers"):
+    hires_next.build(None, None, methods.get("spinquant+tune"), {})
 
 
 def test_rows_of_another_code_or_command_are_refused(tmp_path):
@@ -81,10 +123,10 @@ def test_the_control_learns_from_labels_without_any_quantization(
   monkeypatch.setattr(hires_next, "CHUNK", 32)
   tokens = np.random.default_rng(0).integers(0, 61, (3, 32)).astype(np.int32)
   program = methods.get("rtn+tune")
-  calibration = Calibration(tiny_model, tokens)
-  built = run(tiny_params, calibration, program, check=False, probe=False)
-  arguments = tiny_model, tiny_params, tokens, built.record.tuning, built.params
-  learned = hires_next.labelled_float(*arguments)
+  built = hires_next.build(tiny_params, Calibration(tiny_model, tokens), program, {})
+  learned = hires_next.labelled_float(
+    tiny_model, tiny_params, tokens, built, program.tune
+  )
   assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(learned))
   measured = lambda params: hires_next.measured(
     tiny_model, tiny_params, params, list(tokens)
@@ -92,3 +134,21 @@ def test_the_control_learns_from_labels_without_any_quantization(
   before, after = measured(tiny_params), measured(learned)
   assert np.mean(after["loss"]) < np.mean(before["loss"]) - 1e-4
   assert np.mean(after["kl"]) > 1e-6 > np.abs(before["kl"]).max()
+
+
+@pytest.mark.slow
+def test_rows_share_the_layers_that_they_tune(tiny_model, tiny_params, monkeypatch):
+  """Tuned from shared layers, a model has the bits of a run of its own."""
+  tokens = np.random.default_rng(0).integers(0, 61, (3, 32)).astype(np.int32)
+  calibration, layers, runs = Calibration(tiny_model, tokens), {}, []
+  monkeypatch.setattr(
+    hires_next, "run", lambda *a, **k: runs.append(a[2]) or run(*a, **k)
+  )
+  for name in ("rtn+tune:epochs=1", "rtn+tune:label_weight=0"):
+    program = methods.get(name)
+    built = hires_next.build(tiny_params, calibration, program, layers)
+    alone = run(tiny_params, calibration, program, check=False, probe=False)
+    assert built.tuning["divergence"] == alone.record.tuning["divergence"]
+    same = jax.tree.map(np.array_equal, built.params, dict(alone.params))
+    assert all(jax.tree.leaves(same))
+  assert [program.name for program in runs] == ["rtn"]

@@ -31,6 +31,7 @@ _REGISTERED = {
   "hires": "hires.hires.HIRES",
   "hires-descent": "hires.next.HIRES_DESCENT",
   "hires-next": "hires.next.HIRES_NEXT",
+  "hires-rotated": "hires.next.HIRES_ROTATED",
   "map-descent": "hires.next.MAP_DESCENT",
   "map-search": "hires.next.MAP_SEARCH",
 }

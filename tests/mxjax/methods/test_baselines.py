@@ -38,6 +38,7 @@ FAST = {
   "focus": "focus:batch=2",
   "hires-descent": "hires-descent:use_balance=false",
   "hires-next": "hires-next:use_balance=false",
+  "hires-rotated": "hires-rotated:map_steps=4:map_fits=2",
   "map-search": "map-search:candidates=4",
   "map-descent": "map-descent:candidates=4:map_steps=4",
 }

@@ -30,6 +30,15 @@ def test_hires_next_is_hires_descent_with_the_options_of_the_documents():
   assert named == methods.HIRES_NEXT
 
 
+def test_hires_rotated_is_hires_next_with_the_options_of_the_documents():
+  documented = (
+    "hires-next:use_interaction=false:use_balance=false:candidates=1:map_steps=300"
+    ":map_fits=16"
+  )
+  named = dataclasses.replace(methods.get(documented), name="hires-rotated")
+  assert named == methods.HIRES_ROTATED
+
+
 def test_map_search_is_hires_descent_with_the_options_of_the_documents():
   documented = (
     "hires-descent:chart=geometric:max_condition=1024:candidates=84"
