@@ -16,8 +16,8 @@ four kinds of text, none of which any draw reads:
 
 The weight of the labels is chosen on half as many other windows of each kind, which
 `validation` of the result has for the rows that differ in it. With `--kept-back` only
-the last 8 (16) windows of C4 and of WikiText-2 are measured, which no choice of this
-project was made on. KL is from the float model, in nats a token; differences of log
+the last 8 (16) windows of C4 and of WikiText-2 are measured, on which no option was
+chosen. KL is from the float model, in nats a token; differences of log
 perplexity and of KL are paired by window, with their standard error.
 
 The control `float, labels` is the float model with the factors that `--method`, by
@@ -292,8 +292,13 @@ def build(params, calibration, program, layers, run_dir=None):
   if plain not in layers:
     resumes = run_dir is not None and run_dir.is_dir()
     layers[plain] = run(
-      *(params, calibration, plain),
-      **{"run_dir": run_dir, "resume": resumes, "check": False, "probe": False},
+      params,
+      calibration,
+      plain,
+      run_dir=run_dir,
+      resume=resumes,
+      check=False,
+      probe=False,
     )
   found = layers[plain]
   clock = StageClock(
@@ -459,6 +464,17 @@ def by_weight(whole, weights, kinds):
   return common.markdown(head, lines)
 
 
+def shared_by_rows(sources, method, is_kept_back):
+  """What all rows of a file have in common."""
+  windows = "kept back" if is_kept_back else "test"
+  return {
+    "code": code_digest(),
+    "sources": sources,
+    "method": method,
+    "windows": windows,
+  }
+
+
 def kept_rows(file, shared, wanted):
   """The rows that a file has already.
 
@@ -538,12 +554,7 @@ def main():
     kept_programs.keep_compiled(options.compiled)
   model, params = models.from_pretrained(options.model)
   found = texts(options.data, options.german, options.model)
-  shared = {
-    "code": code_digest(),
-    "sources": found.sources,
-    "method": options.method,
-    "windows": "kept back" if options.kept_back else "test",
-  }
+  shared = shared_by_rows(found.sources, options.method, options.kept_back)
   wanted = [(draw, name) for draw in options.draws for name in options.rows]
   rows = kept_rows(options.out, shared, wanted)
   windows = found.kept_back if options.kept_back else found.test

@@ -111,6 +111,17 @@ def test_rows_of_another_code_or_command_are_refused(tmp_path):
   assert kept(tmp_path / "none.json", shared, []) == []
   with pytest.raises(SystemExit, match="rows of another code"):
     kept(file, {**shared, "code": "c"}, [(1, "hires")])
+  # A control learns as one method, and a row is measured on one set of windows.
+  shared = hires_next.shared_by_rows({"C4": "b"}, "hires-next", False)
+  file.write_text(json.dumps({**shared, "rows": found}))
+  assert kept(file, shared, [(1, "hires")]) == found
+  for what, *changed in (
+    ("sources", {"C4": "c"}, "hires-next", False),
+    ("method", {"C4": "b"}, "hires-rotated", False),
+    ("windows", {"C4": "b"}, "hires-next", True),
+  ):
+    with pytest.raises(SystemExit, match=f"rows of another {what}$"):
+      kept(file, hires_next.shared_by_rows(*changed), [(1, "hires")])
   with pytest.raises(SystemExit, match="does not make: hires"):
     kept(file, shared, [(2, "hires")])
 

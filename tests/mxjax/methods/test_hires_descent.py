@@ -21,33 +21,30 @@ ROWS = 64
 ONE_SIDED = methods.get("hires-descent:weighting=fisher:recover=none")
 
 
-def test_hires_next_is_hires_descent_with_the_options_of_the_documents():
-  documented = (
-    "hires-descent:weighting=fisher:chart=geometric:max_condition=32:damping=0.1"
-    ":refit_maps=true:changes=2:two_sided=true:recover=none+tune"
-  )
-  named = dataclasses.replace(methods.get(documented), name="hires-next")
-  assert named == methods.HIRES_NEXT
-
-
-def test_hires_rotated_is_hires_next_with_the_options_of_the_documents():
-  documented = (
-    "hires-next:use_interaction=false:use_balance=false:candidates=1:map_steps=300"
-    ":map_fits=16"
-  )
-  named = dataclasses.replace(methods.get(documented), name="hires-rotated")
-  assert named == methods.HIRES_ROTATED
-
-
-def test_map_search_is_hires_descent_with_the_options_of_the_documents():
-  documented = (
-    "hires-descent:chart=geometric:max_condition=1024:candidates=84"
-    ":use_interaction=false:use_balance=false"
-  )
-  named = dataclasses.replace(methods.get(documented), name="map-search")
-  assert named == methods.MAP_SEARCH
-  descending = methods.get("map-search:map_steps=300")
-  assert dataclasses.replace(descending, name="map-descent") == methods.MAP_DESCENT
+@pytest.mark.parametrize(
+  ("name", "documented"),
+  [
+    (
+      "hires-next",
+      "hires-descent:weighting=fisher:chart=geometric:max_condition=32:damping=0.1"
+      ":refit_maps=true:changes=2:two_sided=true:recover=none+tune",
+    ),
+    (
+      "hires-rotated",
+      "hires-next:use_interaction=false:use_balance=false:candidates=1:map_steps=300"
+      ":map_fits=16",
+    ),
+    (
+      "map-search",
+      "hires-descent:chart=geometric:max_condition=1024:candidates=84"
+      ":use_interaction=false:use_balance=false",
+    ),
+    ("map-descent", "map-search:map_steps=300"),
+  ],
+)
+def test_a_method_is_another_one_with_the_options_of_the_documents(name, documented):
+  named = dataclasses.replace(methods.get(documented), name=name)
+  assert named == methods.METHODS[name]
 
 
 @pytest.fixture(scope="module")
