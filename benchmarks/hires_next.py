@@ -30,7 +30,8 @@ and options are the same, and refused otherwise: one file has the rows of one co
 Rows of a draw that differ in their tuning alone share the layers that are tuned, which
 are quantized once: `shares_layers` of a row tells that they were there. With `--runs`
 layers are also written to a run folder, as `mxjax quantize` does, and a process goes on
-from there if the same code began it, which `is_resumed` tells. Tuning is not kept.
+from there if the same code began it, which `is_resumed` tells. The code of tuning may
+be another, because it comes after them, and what it does is not kept.
 `build_seconds` are what this process spent on the row, and `stage_seconds` what all
 processes spent on its layers, and the last one on its tuning.
 """
@@ -59,7 +60,7 @@ from mxjax.methods.program import Program
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
-from mxjax.run import tune
+from mxjax.run import reporting, tune
 from mxjax.run.progress import Report
 from mxjax.run.quantize import run
 from mxjax.run.record import StageClock, peak_memory_bytes
@@ -86,6 +87,9 @@ LABELS = {
   WITHOUT_BOTH: ", K = 0, D = I",
   ":two_sided=false": ", one-sided",
   ":recover=attention+mlp": ", recovery",
+  "+tune:steps=256:label_weight=0": ", 256 steps, no labels",
+  "+tune:steps=256": ", 256 steps",
+  "+tune:epochs=1": ", one pass",
   "+tune:label_weight=0.": ", labels at most .",
   "+tune:label_weight=0": ", no labels",
 }
@@ -205,12 +209,17 @@ def german_messages(file):
   return "\n\n".join(text for text in found if len(text) >= 80)
 
 
-def code_digest():
+TUNING = "methods/scale_distillation.py", "run/tune.py"
+"""Sources of tuning, which layers before it do not depend on."""
+
+
+def code_digest(without=()):
   """The digest of the library's sources, which rows of one file have in common."""
   digest, root = hashlib.sha256(), pathlib.Path(methods.__file__).parents[1]
   for folder in ("calibration", "layers", "methods", "models", "numerics", "run"):
     for file in sorted((root / folder).rglob("*.py")):
-      digest.update(file.read_bytes())
+      if file.relative_to(root).as_posix() not in without:
+        digest.update(file.read_bytes())
   return digest.hexdigest()
 
 
@@ -307,9 +316,9 @@ def build(params, calibration, program, layers, run_dir=None):
   quantized, tuning = dict(found.params), None
   if program.tune:
     setup = Setup.of(params, calibration, program, PAPER_CONTRACT, probe=False)
-    report = Report(program, setup.model.num_layers, clock)
     execution.trim_malloc(execution.LARGE_BYTES)
-    with clock.stage("tuning"):
+    with reporting.logged(program.name) as told, clock.stage("tuning"):
+      report = Report(program, setup.model.num_layers, clock, told)
       tuned, tuning = tune.distill_scales(setup, quantized, None, report)
     quantized |= tuned
   return Built(quantized, clock.seconds, clock.peak_bytes, tuning)
@@ -329,10 +338,13 @@ def labelled_float(model, params, tokens, built, options):
   state = [tune.optimizer(options, len(order)).init(layer) for layer in learned]
   teachers = streams.final_hiddens(model, params, chunks)
   objective = FloatDivergence(model, mxfp4.PAPER_RULES)
-  for step, chunk in enumerate(order):
+  for step, seen in enumerate(order):
     weight = np.float32(options.weight_of_labels(tuning["divergence"][:step]))
-    example = gradients.Example(chunks[chunk], teachers[chunk], jnp.asarray(weight))
-    result = gradients.gradients(objective, params, None, learned, [example])
+    examples = [
+      gradients.Example(chunks[chunk], teachers[chunk], jnp.asarray(weight))
+      for chunk in seen
+    ]
+    result = gradients.gradients(objective, params, None, learned, examples)
     learned, state = tune.update(options, len(order), learned, state, result.own)
   layers = zip(names, learned, strict=True)
   scaled = {name: float_scaled(params[name], own, model) for name, own in layers}
@@ -522,7 +534,10 @@ def untuned(program):
 
 
 def folder_of(code, model, draw, program):
-  """The name of the run folder of a program's layers, by code, model and draw."""
+  """The name of the run folder of a program's layers, by code, model and draw.
+
+  `code` is the digest of the sources that layers depend on.
+  """
   described = json.dumps([model, untuned(program).describe()], sort_keys=True)
   digest = hashlib.sha256(described.encode())
   return f"{code[:8]}-{draw}-{digest.hexdigest()[:8]}"
@@ -543,8 +558,12 @@ def main():
   parser.add_argument("--kept-back", action="store_true", help="other windows")
   options = parser.parse_args()
   options.rows = options.rows or rows_of(options.method)
-  if CONTROL in options.rows and not method_of(options.method).tune:
-    parser.error(f"{options.method} learns no factors that {CONTROL!r} could learn")
+  if CONTROL in options.rows:
+    learns = method_of(options.method).tune
+    if not learns:
+      parser.error(f"{options.method} learns no factors that {CONTROL!r} could learn")
+    if learns.map_rate:
+      parser.error(f"{options.method} learns whole maps, and {CONTROL!r} factors alone")
   if options.out is None:
     name = f"_{pathlib.Path(options.model).name}" if options.model else ""
     options.out = common.RESULTS / f"hires_next{name}.json"
@@ -577,7 +596,7 @@ def main():
       built = of_method if name == CONTROL else None
       if built is None:
         run_dir = options.runs and options.runs / folder_of(
-          shared["code"], options.model, draw, program
+          code_digest(TUNING), options.model, draw, program
         )
         entries = {
           "shares_layers": untuned(program) in layers,

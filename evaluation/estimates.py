@@ -1,5 +1,6 @@
 """How long work takes, about: told before it begins."""
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -8,6 +9,10 @@ import jax.numpy as jnp
 
 from mxjax import methods
 from mxjax.audit import plan
+from mxjax.methods.hires import searched_map
+from mxjax.methods.program import Program
+from mxjax.numerics import mxfp4
+from mxjax.numerics.shaping import map_descent
 
 LEARNING = ("torq", "batquant", "spinquant", "focus")
 """Methods whose searches the plan does not count."""
@@ -17,6 +22,11 @@ STARTING_TWO_SIDED = 60.0
 """What two-sided programs add, whatever the tokens: programs, and rows in groups."""
 REDUCING = 2.0
 """Time of a run over that of its model passes: with Hessians, moments and solves."""
+ROUNDING, REVISITING, FITTING = 1300, 33_000, 2000
+"""What an element takes in place of products, in FLOP of products of the same time: one
+rounded in a search's inputs or in a step of a descent of maps, one revisited by a
+search among its weights, and one in a turn of a fit of maps. Each was timed beside
+products on a CPU, where rounding takes far longer than its operations would suggest."""
 
 
 def products_a_second(dtype: str) -> float:
@@ -46,7 +56,7 @@ def expected_seconds(
 
   `planned` is for the calibration set; `rate` in FLOP/s is measured if absent. Of the
   `test_tokens`, predictions of the first `compared_tokens` are compared with the float
-  model's. Searches of `LEARNING` methods are not in it. None on a mesh or another
+  model's. What `LEARNING` methods learn is not in it. None on a mesh or another
   device, where no run has been timed. On the embedded model it is within a factor of
   two.
   """
@@ -61,10 +71,32 @@ def expected_seconds(
   for name in names:
     program = methods.get(name)
     work = REDUCING * one_pass * (1 + len(program.recover))
-    work += flops + compared
+    work += flops + compared + _map_work(planned, program)
     if program.tune or program.weighting != "uniform":
       work += planned.prediction_flops
     if getattr(program, "two_sided", False):
       seconds += STARTING_TWO_SIDED
     seconds += STARTING + STARTING_FIT * len(program.recover) + work / rate
   return seconds
+
+
+def _map_work(planned: plan.Plan, program: Program) -> float:
+  """Counts what searches, descents and fits of maps take, in FLOP of products.
+
+  They see a bounded number of tokens, so more calibration text does not make them
+  longer.
+  """
+  option = lambda name: getattr(program, name, 0)
+  tokens = planned.forward_flops / planned.model_passes / (2 * planned.target_weights)
+  if program.activations == "float":
+    tokens = 0.0  # No inputs are rounded.
+  inputs = planned.blocks * mxfp4.BLOCK_SIZE
+  rows = planned.target_weights / inputs
+  # As the search samples rows: at an even stride, rounded up.
+  searched_rows = rows / math.ceil(rows / searched_map.ROWS)
+  candidate = ROUNDING * min(tokens, searched_map.TOKENS) + REVISITING * searched_rows
+  seen = (min(tokens, searched_map.DESCENT_TOKENS) + rows) / map_descent.PARTS
+  step, turn = ROUNDING * seen, FITTING * rows
+  # With `candidates=1` nothing is chosen, but the one is measured all the same.
+  by_input = option("candidates") * candidate + option("map_steps") * step
+  return inputs * (by_input + option("map_fits") * turn)

@@ -362,3 +362,141 @@ def test_the_page_of_discovery_tells_how_much_of_the_program_was_ported():
     kept.append(str(round(100 * ours / (base - kl[model, best]))))
   words = r"keeps (\d+) % of what the program gains .*\n?.*, and (\d+) % held out"
   assert re.findall(words, page) == [tuple(kept)]
+
+
+def moved_by(kl, other, name, text):
+  """By how many % a row's KL on a text is above that of another file's rows."""
+  return 100 * (kl[name, text].mean() / np.mean([of[name, text] for of in other]) - 1)
+
+
+def test_the_page_tells_what_more_calibration_text_brings():
+  page = of_page("results/hires_next.md")
+  # SmolLM2, from the mean of three draws of 8 rows.
+  more = kl_of_draw(["hires_next_smollm2_128"], 128)
+  # In one pass, which is another name.
+  named = {
+    (name.replace("+tune:epochs=1", ""), text): kl for (name, text), kl in more.items()
+  }
+  draws = [kl_of_draw(["hires_next_smollm2"], draw) for draw in (1, 2, 3)]
+  hires, rotated = (
+    listed(f"{moved_by(named, draws, name, text):+.0f}" for text in TEXTS)
+    for name in ("hires", "hires-rotated")
+  )
+  assert f"KL of HiRes moves by {hires} % on the four texts" in page
+  assert f"that of `hires-rotated` by {rotated} %." in page
+  moves = [
+    -moved_by(named, draws, name, text)
+    for name, text in named
+    if name in ("hires", "hires-rotated")
+  ]
+  assert f"takes {min(moves):.0f} to {max(moves):.0f} % off the KL of both" in page
+  for name, text in named:
+    if name != "float":
+      apart = np.mean([of[name, text] for of in draws], axis=0) - named[name, text]
+      assert apart.mean() > 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
+  shares = listed(
+    round(clear_share(named, "hires-rotated", "hires", text)[0]) for text in TEXTS
+  )
+  assert f"`hires-rotated` is {shares} % below HiRes" in page
+  spent = {row["name"]: row for row in rows_of("hires_next_smollm2_128")}
+  of_rotated = spent["hires-rotated+tune:epochs=1"]
+  minutes = [
+    f"{sum(row['stage_seconds'].values()) / 60:.0f} min"
+    for row in (spent["hires"], of_rotated)
+  ]
+  tuning = of_rotated["stage_seconds"]["tuning"] / 60
+  told = (
+    f"HiRes took {minutes[0]} and `hires-rotated` {minutes[1]}, of which tuning was"
+  )
+  assert f"{told} {tuning:.0f}" in page
+  peaks = [
+    f"{max(row['stage_peak_bytes'].values()) / 1e9:.1f}"
+    for row in (spent["hires"], of_rotated)
+  ]
+  assert f"peaked at {peaks[0]} and {peaks[1]} GB" in page
+  short = lambda name: f"{named[name, 'WikiText-2'].mean():.3f}"[1:]
+  told = (
+    f"`hires` has {short('hires')}, and `hires-rotated`, tuned in one pass, has "
+    f"{short('hires-rotated')}"
+  )
+  assert told in " ".join((ROOT / "README.md").read_text().split())
+  # Two small models: means over texts, of two draws of 8 rows.
+  before = rows_of("map_search")
+  told, apart, lower, raised, below = [], [], [], [], {8: [], 128: []}
+  steps = {True: [], False: []}
+  for model in ("llama", "qwen3"):
+    kl = kl_of_draw([f"hires_next_{model}_128"], 128)
+    of = lambda name, kl=kl: np.mean([kl[name, text] for text in TEXTS])
+    for name in ("hires", "hires-next", "hires-rotated"):
+      same = [r["kl"] for r in before if (r["model"], r["name"]) == (model, name)]
+      draws = [np.mean([np.mean(of_row[text]) for text in TEXTS]) for of_row in same]
+      apart.append(100 * (max(draws) / min(draws) - 1))
+      told.append(f"{100 * (of(name) / np.mean(draws) - 1):+.0f}")
+    for end in ("", ":label_weight=0"):
+      few = f"hires-rotated+tune{end}" if end else "hires-rotated"
+      ratio = of(f"hires-rotated+tune:steps=256{end}") / of(few)
+      steps[bool(end)].append(100 * (ratio - 1))
+    of_paper = {
+      name: [r["kl"] for r in before if (r["model"], r["name"]) == (model, name)]
+      for name in ("hires", "hires-rotated")
+    }
+    means = [
+      np.mean([[np.mean(kl[text]) for text in TEXTS] for kl in rows])
+      for rows in of_paper.values()
+    ]
+    below[8].append(f"{100 * (1 - means[1] / means[0]):.0f}")
+    below[128].append(f"{100 * (1 - of('hires-rotated') / of('hires')):.0f}")
+    bare = "hires-rotated+tune:label_weight=0"
+    loss = {
+      (row["name"], text): np.mean(row["texts"][text]["loss"])
+      for row in rows_of(f"hires_next_{model}_128")
+      for text in TEXTS
+    }
+    raised += [
+      100 * np.expm1(loss[bare, text] - loss["hires-rotated", text]) for text in TEXTS
+    ]
+    lower += [
+      100 * (1 - kl[bare, text].mean() / kl["hires-rotated", text].mean())
+      for text in TEXTS
+    ]
+  hires, following, rotated = (f"{told[i]} and {told[i + 3]} %" for i in range(3))
+  assert (
+    f"HiRes {hires}, `hires-next` {following} and `hires-rotated` {rotated}" in page
+  )
+  least, most = min(apart), max(apart)
+  assert f"two draws of 8 rows differ by {least:.0f} to {most:.0f} %" in page
+  low, high = min(lower), max(lower)
+  assert (
+    f"lowers the KL of `hires-rotated` by {low:.0f} to {high:.0f} %, text by text, and "
+    f"raises perplexity by {min(raised):.0f} to {max(raised):.0f} %" in page
+  )
+  assert (
+    f"after 128 rows `hires-rotated` is {below[128][0]} and {below[128][1]} % below "
+    f"HiRes, and after 8 it is {below[8][0]} and {below[8][1]} % below" in page
+  )
+  labelled, bare = ([f"{value:.0f}" for value in steps[key]] for key in (False, True))
+  assert (
+    f"takes KL {labelled[0]} and {labelled[1]} % above that of 64 steps, and without "
+    f"labels {bare[0]} and {bare[1]} %" in page
+  )
+
+
+def test_the_page_tells_what_whole_maps_bring_with_more_text():
+  shares, clear = [], 0
+  for model in ("llama", "qwen3"):
+    kl = kl_of_draw([f"learned_maps_{model}"], 128)
+    factors, maps = sorted({name for name, _ in kl}, key=len)
+    assert maps == f"{factors}:map_rate=0.001"
+    of = lambda name, kl=kl: np.mean([kl[name, text] for text in TEXTS])
+    shares.append(f"{100 * (1 - of(maps) / of(factors)):.0f}")
+    less = {text: kl[factors, text] - kl[maps, text] for text in TEXTS}
+    by_text = {
+      text: one.mean() / kl[factors, text].mean() for text, one in less.items()
+    }
+    assert max(by_text, key=by_text.get) == "C4"
+    half = lambda one: 1.96 * one.std(ddof=1) / len(one) ** 0.5
+    clear += sum(one.mean() > half(one) for one in less.values())
+  page = of_page("results/hires_next.md")
+  assert f"it takes {shares[0]} and {shares[1]} % off the KL of Llama and Qwen3" in page
+  assert f"is clear of zero on {clear} of the 8 pairs of a model and a text" in page
+  assert "largest on C4" in page

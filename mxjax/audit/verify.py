@@ -284,7 +284,7 @@ def _check_run_folder(
 def _type(node: Any, is_tuned: bool) -> Any:
   """Returns a node's description; of a tuned linear, what tuning leaves as it was.
 
-  Learned factors fold into the input map, which may get another type, or be the first.
+  What is learned folds into the input map, which may get another type, or be the first.
   """
   if not is_tuned or not node or node["type"] != QuantizedLinear.__name__:
     return node

@@ -12,10 +12,11 @@ from mxjax.layers.quantized_linear import (
   input_gradient,
   quantized_products,
   quantized_sum,
+  rounded_input_gradient,
 )
 from mxjax.numerics import mxfp4, pytree_nodes, straight_through
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.precision import HIGHEST, rounded
+from mxjax.numerics.precision import HIGHEST, block_products, rounded
 from mxjax.numerics.shaping import input_maps
 from mxjax.pallas_kernels.refinement import fused_inputs
 
@@ -99,59 +100,87 @@ class Transformed:
 
 @pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
-class ScaledInputs:
-  """A strict linear for learning the scales of its inputs; never a result.
+class LearnedMap:
+  """A strict linear for learning its input map; never a result.
 
-  The forward pass folds the factors into the input map and so is that of the linear
-  with the scales installed, bit for bit, by the same kernels.
+  The forward pass folds what is learned into the map U, which becomes (I + A) U F, and
+  so is that of the linear with this map installed, bit for bit, by the same kernels.
 
   Attributes:
     quantized: The linear, whose arrays get no gradient.
-    factor: Factors on the inputs before the input map, float32 `[in_features]`.
+    factor: F, factors on the inputs before the map, float32 `[in_features]`.
+    change: A, by block and in coordinates behind the map, float32 `[blocks, 32, 32]`,
+      or None.
   """
 
   quantized: QuantizedLinear
   factor: jax.Array
+  change: jax.Array | None = None
 
   def installed(self) -> QuantizedLinear:
-    """Returns the linear with the factors folded into its input map."""
-    scaled = input_maps.scaled(self.quantized.input_map, self.factor)
-    return dataclasses.replace(self.quantized, input_map=scaled)
+    """Returns the linear with its map changed."""
+    learned = input_maps.scaled(self.quantized.input_map, self.factor)
+    if self.change is not None:
+      identity = jnp.eye(mxfp4.BLOCK_SIZE, dtype=self.change.dtype)[None]
+      followed = input_maps.followed(learned, identity + self.change)
+      # Stored in as many bytes as before.
+      dtype = learned.matrix.dtype
+      learned = input_maps.BlockDense(followed.matrix.astype(dtype))
+    return dataclasses.replace(self.quantized, input_map=learned)
 
   def linear(self, x: jax.Array) -> jax.Array:
-    """Multiplies the scaled inputs by the quantized weight; see `linear`."""
-    return _scaled_linear(x, self.factor, self.quantized)
+    """Multiplies inputs, by the learned map, by the quantized weight; see `linear`."""
+    return _learned_linear(x, self.factor, self.change, self.quantized)
 
 
-# A rule of its own, because a quantized linear gives its arrays no gradient: that of a
-# factor in its map would be zero.
+# A rule of its own, because a quantized linear gives its arrays no gradient: that of
+# its map would be zero.
 @jax.custom_vjp
-def _scaled_linear(
-  x: jax.Array, factor: jax.Array, quantized: QuantizedLinear
+def _learned_linear(
+  x: jax.Array,
+  factor: jax.Array,
+  change: jax.Array | None,
+  quantized: QuantizedLinear,
 ) -> jax.Array:
-  return linear(x, ScaledInputs(quantized, factor).installed())
+  return linear(x, LearnedMap(quantized, factor, change).installed())
 
 
-def _scaled_backward(
-  saved: tuple[jax.Array, jax.Array, QuantizedLinear], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-  x, factor, quantized = saved
+def _learned_backward(
+  saved: tuple[jax.Array, jax.Array, jax.Array | None, QuantizedLinear],
+  cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
+  x, factor, change, quantized = saved
   # In float32 for a bfloat16 model too, whose steps are as large as what is learned.
-  at_scaled = input_gradient(quantized, cotangent.astype(jnp.float32))
+  cotangent = cotangent.astype(jnp.float32)
+  if change is not None:
+    at_rounded = rounded_input_gradient(quantized, cotangent)
+    [*at_learned] = jax.vjp(_mapped(quantized), x, factor, change)[1](at_rounded)
+    return (*at_learned, None)
+  at_scaled = input_gradient(quantized, cotangent)
   products = (x.astype(jnp.float32) * at_scaled).reshape(-1, x.shape[-1])
   # A product with ones: XLA:CPU sums columns ten times slower.
   ones = jnp.ones(len(products), products.dtype)
   sums = jnp.dot(ones, products, precision=HIGHEST)
   gradient = at_scaled * factor.reshape((1,) * (x.ndim - 1) + (-1,))
-  return gradient.astype(x.dtype), sums, None
+  return gradient.astype(x.dtype), sums, None, None
 
 
-_scaled_linear.defvjp(
-  lambda x, factor, quantized: (
-    _scaled_linear(x, factor, quantized),
-    (x, factor, quantized),
-  ),
-  _scaled_backward,
+def _mapped(quantized: QuantizedLinear) -> Callable[..., jax.Array]:
+  """Returns the function that maps inputs as a linear with a learned map does."""
+
+  def mapped(x: jax.Array, factor: jax.Array, change: jax.Array) -> jax.Array:
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1]) * factor[None]
+    blocks = mxfp4.to_blocks(rows)
+    if quantized.input_map is not None:
+      blocks = quantized.input_map.apply(blocks)
+    return blocks + block_products(change, blocks)
+
+  return mapped
+
+
+_learned_linear.defvjp(
+  lambda *args: (_learned_linear(*args), args),
+  _learned_backward,
 )
 
 
@@ -222,7 +251,7 @@ Weight = (
   | QuantizedLinear
   | StraightThrough
   | Transformed
-  | ScaledInputs
+  | LearnedMap
   | Perturbed
   | RowSharded
 )
@@ -279,7 +308,7 @@ def linear(
       Int8Matrix()
       | StraightThrough()
       | Transformed()
-      | ScaledInputs()
+      | LearnedMap()
       | Perturbed()
       | RowSharded()
     ):

@@ -160,16 +160,21 @@ def input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
   `cotangent` is d at the output, `[..., out_features]`; the result,
   `[..., in_features]`, has its dtype. Products are as in `quantized_products`.
   """
-  rows = cotangent.reshape(-1, cotangent.shape[-1])
-  dtype = implementations.product_dtype()
-  decoded = mxfp4.decode(weight.weight, dtype)
-  mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(dtype).T))
-  blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
+  blocks = rounded_input_gradient(weight, cotangent)
   if weight.input_map is not None:
     # By transposing `apply`, so that a map needs no method for its transpose.
     [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
   x = mxfp4.from_blocks(blocks).astype(cotangent.dtype)
   return x.reshape(*cotangent.shape[:-1], -1)
+
+
+def rounded_input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
+  """Computes W' d, the gradient at the rounded inputs, float32 `[blocks, 32, n]`."""
+  rows = cotangent.reshape(-1, cotangent.shape[-1])
+  dtype = implementations.product_dtype()
+  decoded = mxfp4.decode(weight.weight, dtype)
+  mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(dtype).T))
+  return mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
 
 
 def _moved(transposed: jax.Array) -> jax.Array:

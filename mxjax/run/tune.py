@@ -34,11 +34,16 @@ def optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransform
     schedule = lambda step: rate * rise(step) * (1 - step / steps)
     return optax.adam(schedule, b1=0.9, b2=0.95)
 
-  # Two rates: one for the factors of single linears, one for those that a tap shares.
+  # One rate for the factors of single linears, one for those that a tap shares, and one
+  # for whole maps.
   labels = lambda layer: {
     part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer
   }
-  rates: Any = {"linears": adam(options.rate), "taps": adam(options.shared_rate)}
+  rates: Any = {
+    "linears": adam(options.rate),
+    "taps": adam(options.shared_rate),
+    "maps": adam(options.map_rate),
+  }
   return optax.multi_transform(rates, labels)
 
 
@@ -68,7 +73,7 @@ def update(
 def distill_scales(
   setup: Setup, quantized: Params, folder: RunFolder | None, report: Report
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Learns the input scales of all quantized linears, and folds them into their maps.
+  """Learns what changes the maps of all quantized linears, and folds it into them.
 
   Args:
     setup: The run's setup, whose program has options of scale distillation.
@@ -77,7 +82,7 @@ def distill_scales(
     report: Is told of every step and its divergence.
 
   Returns:
-    The layers with their factors installed, by name, and the record.
+    The layers with what they learned installed, by name, and the record.
 
   Raises:
     FloatingPointError: The divergence is not finite.
@@ -106,10 +111,10 @@ def distill_scales(
     examples = list(zip(chunks, teachers, strict=True))
     objective = PredictionDivergence(model, PAPER_RULES)
     # The order is drawn beforehand, so that a resumed run goes on where it stood.
-    for chunk in order[len(losses) :]:
-      weight = np.float32(options.weight_of_labels(losses))
-      example = gradients.Example(*examples[chunk], jnp.asarray(weight))
-      result = gradients.gradients(objective, quantized, None, learned, [example])
+    for of_step in order[len(losses) :]:
+      weight = jnp.asarray(np.float32(options.weight_of_labels(losses)))
+      seen = [gradients.Example(*examples[chunk], weight) for chunk in of_step]
+      result = gradients.gradients(objective, quantized, None, learned, seen)
       if not np.isfinite(result.shown):
         raise FloatingPointRefusal(
           "scale distillation",
@@ -134,10 +139,20 @@ def distill_scales(
 
 
 def _moved(learned: list[Any]) -> dict[str, Any]:
-  """Returns the root mean square change of the factors by layer, for the report."""
-  size = lambda layer: sum(leaf.size for leaf in jax.tree.leaves(layer))
-  squares = lambda layer: sum(
-    float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(layer)
+  """Returns the root mean square change of the factors by layer, for the report.
+
+  Where maps are learned, also that of their entries.
+  """
+  size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+  squares = lambda tree: sum(
+    float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(tree)
   )
-  changes = [(squares(layer) / max(size(layer), 1)) ** 0.5 for layer in learned]
-  return {"parameters": sum(map(size, learned)), "change_by_layer": changes}
+  change = lambda tree: (squares(tree) / max(size(tree), 1)) ** 0.5
+  factors = [(layer["linears"], layer["taps"]) for layer in learned]
+  moved = {
+    "parameters": sum(map(size, learned)),
+    "change_by_layer": [change(of_layer) for of_layer in factors],
+  }
+  if learned and "maps" in learned[0]:
+    moved["map_change_by_layer"] = [change(layer["maps"]) for layer in learned]
+  return moved

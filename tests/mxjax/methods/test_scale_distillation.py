@@ -12,7 +12,7 @@ from mxjax import methods, models
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation import datasets
-from mxjax.layers.linear import ScaledInputs, linear
+from mxjax.layers.linear import LearnedMap, linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import ScaleDistillation
@@ -69,7 +69,7 @@ def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
   x, factor = rows(256, 64).astype(dtype), 1 + 1e-3 * rows(1, 64, seed=1)[0]
   matrix = leaf.input_map.matrix * factor.reshape(2, 1, 32)
   scaled = dataclasses.replace(leaf, input_map=input_maps.BlockDense(matrix))
-  ours = linear(x, ScaledInputs(leaf, factor))
+  ours = linear(x, LearnedMap(leaf, factor))
   np.testing.assert_array_equal(ours, linear(x, scaled))
   assert (ours != linear(x, leaf)).any()
 
@@ -81,13 +81,13 @@ def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypat
   traced = lambda weight: str(jax.make_jaxpr(lambda x: linear(x, weight))(x))
   kernels = traced(leaf).count("pallas_call")
   assert kernels
-  assert traced(ScaledInputs(leaf, jnp.ones(64))).count("pallas_call") == kernels
+  assert traced(LearnedMap(leaf, jnp.ones(64))).count("pallas_call") == kernels
 
 
 @pytest.mark.slow
 def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   x, cotangent = rows(6, 64), rows(6, 96, seed=2)
-  run = lambda x, factor: linear(x, ScaledInputs(leaf, factor))
+  run = lambda x, factor: linear(x, LearnedMap(leaf, factor))
   factor = 1 + 0.1 * rows(1, 64, seed=1)[0]
   dx, dfactor = jax.vjp(run, x, factor)[1](cotangent)
   decoded = np.asarray(mxfp4.decode(leaf.weight, jnp.float32), np.float64)
@@ -99,6 +99,71 @@ def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   np.testing.assert_allclose(
     dfactor, (expected * np.asarray(x)).sum(0), atol=0.05 * size
   )
+
+
+def test_the_gradient_of_a_map_takes_a4_for_the_identity(leaf):
+  """U becomes (I + A) U F, and A, F and the inputs get the gradients of its product."""
+  x, cotangent = rows(6, 64), rows(6, 96, seed=2)
+  factor = 1 + 0.1 * rows(1, 64, seed=1)[0]
+  change = 0.1 * rows(64, 32, seed=3).reshape(2, 32, 32)
+  run = lambda *learned: linear(learned[0], LearnedMap(leaf, *learned[1:]))
+  out, pull = jax.vjp(run, x, factor, change)
+  wide = lambda array: np.asarray(array, np.float64)
+  at_rounded = wide(cotangent) @ wide(mxfp4.decode(leaf.weight, jnp.float32))
+  at_rounded = at_rounded.reshape(6, 2, 32)
+  inputs, first = wide(x * factor[None]).reshape(6, 2, 32), wide(leaf.input_map.matrix)
+  whole = (np.eye(32) + wide(change)) @ first
+  at_scaled = np.einsum("bij,nbi->nbj", whole, at_rounded).reshape(6, 64)
+  expected = (
+    at_scaled * wide(factor),
+    (at_scaled * wide(x)).sum(0),
+    np.einsum("nbi,bjk,nbk->bij", at_rounded, first, inputs),
+  )
+  for ours, theirs in zip(pull(cotangent), expected, strict=True):
+    assert ours.dtype == jnp.float32
+    size = np.abs(theirs).max()
+    np.testing.assert_allclose(ours, theirs, atol=0.01 * size)
+  # The forward pass is the strict one by that map.
+  learned = input_maps.BlockDense(
+    input_maps.followed(
+      input_maps.scaled(leaf.input_map, factor), jnp.eye(32)[None] + change
+    ).matrix
+  )
+  np.testing.assert_array_equal(
+    out, linear(x, dataclasses.replace(leaf, input_map=learned))
+  )
+  assert (out != linear(x, LearnedMap(leaf, factor))).any()
+
+
+def test_a_learned_map_keeps_its_dtype(leaf):
+  """A bfloat16 one stores as many bytes as without it."""
+  narrow = input_maps.BlockDense(leaf.input_map.matrix.astype(jnp.bfloat16))
+  bfloat16 = dataclasses.replace(leaf, input_map=narrow)
+  change = 0.1 * rows(64, 32, seed=3).reshape(2, 32, 32)
+  for quantized in (leaf, bfloat16):
+    installed = LearnedMap(quantized, jnp.ones(64), change).installed()
+    assert installed.input_map.matrix.dtype == quantized.input_map.matrix.dtype
+
+
+def test_maps_are_learned_and_installed(tiny_model, tiny_params, calib):
+  """What the last step learned is in the maps, and only with a rate."""
+  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False, probe=False)
+  found = {}
+  for rate in (0.0, 3e-3):
+    options = ScaleDistillation(
+      epochs=4, length=32, rate=0.0, shared_rate=0.0, map_rate=rate, label_weight=0.0
+    )
+    tuned, record = distilled(options, tiny_params, quantized, calib)
+    [own] = options.initial([quantized["layers_0"]], tiny_model)
+    assert ("maps" in own) == bool(rate)
+    matrix = tuned["layers_0"]["mlp"]["gate_proj"]["weight"].input_map.matrix
+    found[rate] = record["divergence"], np.abs(np.asarray(matrix) - np.eye(32)).max()
+    assert max(record["change_by_layer"]) == 0
+    assert min(record.get("map_change_by_layer", [0])) > 0 or not rate
+  assert found[0.0][1] == 0 < found[3e-3][1]
+  assert found[3e-3][0][0] == found[0.0][0][0]
+  last = [np.mean(divergence[-4:]) for divergence, _ in found.values()]
+  assert last[1] < 0.99 * last[0]
 
 
 @pytest.mark.slow
@@ -115,7 +180,7 @@ def test_installed_factors_compute_what_was_learned(name, tiny_model, tiny_build
   x = rows(5, 64, seed=3)
   steps, shared = learned["linears"]["mlp/gate_proj"], learned["taps"]["gate_up_input"]
   factor = (1 + steps) * (1 + shared)
-  np.testing.assert_array_equal(linear(x, leaf), linear(x, ScaledInputs(old, factor)))
+  np.testing.assert_array_equal(linear(x, leaf), linear(x, LearnedMap(old, factor)))
   expected = linear(x * factor[None], old)
   close = jnp.abs(linear(x, leaf) - expected) < 1e-3 * jnp.abs(expected).max()
   assert close.mean() > 0.9
@@ -287,7 +352,7 @@ def test_labels_are_learned_beside_the_divergence(
 def test_the_record_has_every_step(whole, tiny_model):
   record = whole.record.to_dict()["tuning"]
   assert len(record["divergence"]) == len(record["order"]) == 8
-  assert sorted(record["order"]) == list(range(8))
+  assert sorted(record["order"]) == [[chunk] for chunk in range(8)]
   assert record["parameters"] == 2 * (7 * 64 + 32 + 2 * 64)
   assert len(record["change_by_layer"]) == 2
   assert min(record["change_by_layer"]) > 0
@@ -368,5 +433,31 @@ def test_chunks_are_equal_and_each_epoch_sees_all():
   assert [chunk.shape for chunk in chunks] == [(1, 33)] * 6
   assert int(chunks[3][0, 0]) == 100
   order = options.order(6)
-  assert [sorted(order[i : i + 6]) for i in (0, 6, 12)] == [list(range(6))] * 3
-  assert order[:6] != order[6:12]
+  assert all(len(of_step) == 1 for of_step in order)
+  epochs = [sum(order[i : i + 6], []) for i in (0, 6, 12)]
+  assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
+  assert epochs[0] != epochs[1]
+  # The same chunks in the same order, however many there are in a step.
+  fewer = dataclasses.replace(options, steps=4).order(6)
+  assert sorted(map(len, fewer)) == [4, 4, 5, 5] and sum(fewer, []) == sum(epochs, [])
+
+
+def test_a_step_of_several_chunks_goes_by_their_mean(tiny_params, calib):
+  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False, probe=False)
+  options = ScaleDistillation(
+    epochs=1, length=calib.tokens.shape[1], label_weight=0.0, steps=1
+  )
+
+  def of_rows(tokens):
+    rows = dataclasses.replace(calib, tokens=tokens)
+    tuned, record = distilled(options, tiny_params, quantized, rows)
+    [divergence] = record["divergence"]
+    return tuned, divergence
+
+  alone = [of_rows(row[None]) for row in calib.tokens]
+  _, together = of_rows(calib.tokens)
+  assert together == pytest.approx(np.mean([each for _, each in alone]), rel=1e-5)
+  # Three times the same text is the step of one.
+  repeated, _ = of_rows(np.repeat(calib.tokens[:1], 3, axis=0))
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, repeated, alone[0][0])
