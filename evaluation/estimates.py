@@ -22,11 +22,11 @@ STARTING_TWO_SIDED = 60.0
 """What two-sided programs add, whatever the tokens: programs, and rows in groups."""
 REDUCING = 2.0
 """Time of a run over that of its model passes: with Hessians, moments and solves."""
-ROUNDING, REVISITING, FITTING = 1300, 33_000, 2000
-"""What an element takes in place of products, in FLOP of products of the same time: one
-rounded in a search's inputs or in a step of a descent of maps, one revisited by a
-search among its weights, and one in a turn of a fit of maps. Each was timed beside
-products on a CPU, where rounding takes far longer than its operations would suggest."""
+ROUNDING, REVISITING, FITTING = 2100, 36_000, 3200
+"""What an element takes, in FLOP of products of the same time: one rounded among the
+inputs of a search or in a step of a descent of maps, one revisited among the weights of
+a search, and one in a turn of a fit of maps. `benchmarks/map_work.py` timed them beside
+products on two cores, where rounding takes far longer than its operations suggest."""
 
 
 def products_a_second(dtype: str) -> float:

@@ -11,6 +11,7 @@ import shlex
 import numpy as np
 import pytest
 
+from mxjax.evaluation import estimates
 from mxjax.evaluation.tables.declared import TABLES
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -500,3 +501,16 @@ def test_the_page_tells_what_whole_maps_bring_with_more_text():
   assert f"it takes {shares[0]} and {shares[1]} % off the KL of Llama and Qwen3" in page
   assert f"is clear of zero on {clear} of the 8 pairs of a model and a text" in page
   assert "largest on C4" in page
+
+
+def test_the_estimates_of_maps_are_those_that_were_timed():
+  file = ROOT / "benchmarks" / "results" / "map_work.json"
+  timed = json.loads(file.read_text())["flop_for_an_element"]
+  for name, told in (
+    ("rounding", estimates.ROUNDING),
+    ("descending, inputs", estimates.ROUNDING),
+    ("descending, weights", estimates.ROUNDING),
+    ("revisiting", estimates.REVISITING),
+    ("fitting", estimates.FITTING),
+  ):
+    assert told == pytest.approx(timed[name], rel=0.1), name

@@ -153,9 +153,18 @@ def _learned_backward(
   # In float32 for a bfloat16 model too, whose steps are as large as what is learned.
   cotangent = cotangent.astype(jnp.float32)
   if change is not None:
+
+    def mapped(x: jax.Array, factor: jax.Array, change: jax.Array) -> jax.Array:
+      rows = x.astype(jnp.float32).reshape(-1, x.shape[-1]) * factor[None]
+      blocks = mxfp4.to_blocks(rows)
+      if quantized.input_map is not None:
+        blocks = quantized.input_map.apply(blocks)
+      return blocks + block_products(change, blocks)
+
     at_rounded = rounded_input_gradient(quantized, cotangent)
-    [*at_learned] = jax.vjp(_mapped(quantized), x, factor, change)[1](at_rounded)
+    [*at_learned] = jax.vjp(mapped, x, factor, change)[1](at_rounded)
     return (*at_learned, None)
+  # Factors alone need no mapped inputs: U' comes to the gradient, once.
   at_scaled = input_gradient(quantized, cotangent)
   products = (x.astype(jnp.float32) * at_scaled).reshape(-1, x.shape[-1])
   # A product with ones: XLA:CPU sums columns ten times slower.
@@ -163,19 +172,6 @@ def _learned_backward(
   sums = jnp.dot(ones, products, precision=HIGHEST)
   gradient = at_scaled * factor.reshape((1,) * (x.ndim - 1) + (-1,))
   return gradient.astype(x.dtype), sums, None, None
-
-
-def _mapped(quantized: QuantizedLinear) -> Callable[..., jax.Array]:
-  """Returns the function that maps inputs as a linear with a learned map does."""
-
-  def mapped(x: jax.Array, factor: jax.Array, change: jax.Array) -> jax.Array:
-    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1]) * factor[None]
-    blocks = mxfp4.to_blocks(rows)
-    if quantized.input_map is not None:
-      blocks = quantized.input_map.apply(blocks)
-    return blocks + block_products(change, blocks)
-
-  return mapped
 
 
 _learned_linear.defvjp(

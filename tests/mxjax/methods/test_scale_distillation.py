@@ -81,7 +81,9 @@ def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypat
   traced = lambda weight: str(jax.make_jaxpr(lambda x: linear(x, weight))(x))
   kernels = traced(leaf).count("pallas_call")
   assert kernels
-  assert traced(LearnedMap(leaf, jnp.ones(64))).count("pallas_call") == kernels
+  for change in (None, jnp.zeros((2, 32, 32))):
+    learned = LearnedMap(leaf, jnp.ones(64), change)
+    assert traced(learned).count("pallas_call") == kernels
 
 
 @pytest.mark.slow
@@ -124,11 +126,8 @@ def test_the_gradient_of_a_map_takes_a4_for_the_identity(leaf):
     size = np.abs(theirs).max()
     np.testing.assert_allclose(ours, theirs, atol=0.01 * size)
   # The forward pass is the strict one by that map.
-  learned = input_maps.BlockDense(
-    input_maps.followed(
-      input_maps.scaled(leaf.input_map, factor), jnp.eye(32)[None] + change
-    ).matrix
-  )
+  scaled = input_maps.scaled(leaf.input_map, factor)
+  learned = input_maps.followed(scaled, jnp.eye(32)[None] + change)
   np.testing.assert_array_equal(
     out, linear(x, dataclasses.replace(leaf, input_map=learned))
   )
