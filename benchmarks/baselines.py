@@ -55,7 +55,7 @@ PARTS = {
   "methods": "main,raw,references,aggregates",
   "ablations": "stages,discrete,progression,components,recovery",
   "details": "geometry,rules,local,edits,fresh,encoding,storage",
-  "seeds": "seeds",
+  "seeds": "method-seeds",
   "components-seeds": "components-seeds",
   "recovery-seeds": "recovery-seeds,encoding-seeds",
   "costs": "rule-cost,cost",
@@ -63,7 +63,7 @@ PARTS = {
 }
 """The paper's tables, a result each: whole methods, what the parts of HiRes are worth
 on tasks, what they do to linears and memory, what several calibration draws tell of
-HiRes and WUSH, of K and D, and of recovery, the times, which want a machine without
+four methods, of K and D, and of recovery, the times, which want a machine without
 other work from the first build on, and hires-next."""
 DRAWN = ("ablations", "details")
 """Parts that the trained models have of all draws; learned baselines take too long."""

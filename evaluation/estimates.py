@@ -9,13 +9,12 @@ import jax.numpy as jnp
 
 from mxjax import methods
 from mxjax.audit import plan
+from mxjax.methods.baselines import batquant, focus, spinquant
 from mxjax.methods.hires import searched_map
 from mxjax.methods.program import Program
 from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping import map_descent
 
-LEARNING = ("torq", "batquant", "spinquant", "focus")
-"""Methods whose searches the plan does not count."""
 STARTING, STARTING_FIT = 10.0, 15.0
 """Seconds to compile the programs of a method, and those of each of its fits."""
 STARTING_TWO_SIDED = 60.0
@@ -27,6 +26,11 @@ ROUNDING, REVISITING, FITTING = 2100, 36_000, 3200
 inputs of a search or in a step of a descent of maps, one revisited among the weights of
 a search, and one in a turn of a fit of maps. `benchmarks/map_work.py` timed them beside
 products on two cores, where rounding takes far longer than its operations suggest."""
+SPINQUANT, FOCUS, BATQUANT = 14.0, 17.0, 8.0
+"""What baselines take to learn on a token, in passes of a token through all linears."""
+CLIPPING = 16_000
+"""FLOP of products that a weight takes in a step of batquant, whatever the tokens.
+`benchmarks/learning_work.py` timed all four beside products on two cores."""
 
 
 def products_a_second(dtype: str) -> float:
@@ -56,9 +60,8 @@ def expected_seconds(
 
   `planned` is for the calibration set; `rate` in FLOP/s is measured if absent. Of the
   `test_tokens`, predictions of the first `compared_tokens` are compared with the float
-  model's. What `LEARNING` methods learn is not in it. None on a mesh or another
-  device, where no run has been timed. On the embedded model it is within a factor of
-  two.
+  model's. None on a mesh or another device, where no run has been timed. On the
+  embedded model it is within a factor of two.
   """
   if mesh or jax.default_backend() != "cpu":
     return None
@@ -72,12 +75,29 @@ def expected_seconds(
     program = methods.get(name)
     work = REDUCING * one_pass * (1 + len(program.recover))
     work += flops + compared + _map_work(planned, program)
+    work += _learning_work(planned, program)
     if program.tune or program.weighting != "uniform":
       work += planned.prediction_flops
     if getattr(program, "two_sided", False):
       seconds += STARTING_TWO_SIDED
     seconds += STARTING + STARTING_FIT * len(program.recover) + work / rate
   return seconds
+
+
+def _learning_work(planned: plan.Plan, program: Program) -> float:
+  """Counts what baselines learn by gradients, in FLOP of products."""
+  a_token = 2.0 * planned.target_weights
+  if not isinstance(program, spinquant.SpinQuant | focus.Focus | batquant.BatQuant):
+    return 0.0
+  size = min(program.batch, planned.sequences)
+  if isinstance(program, spinquant.SpinQuant):
+    return SPINQUANT * a_token * program.steps * size * planned.length
+  if isinstance(program, focus.Focus):
+    steps = program.epochs * (planned.sequences // size)
+    return FOCUS * a_token * steps * size * planned.length
+  tokens = size * min(program.tokens or planned.length, planned.length)
+  a_step = BATQUANT * a_token * tokens + CLIPPING * planned.target_weights
+  return a_step * program.steps
 
 
 def _map_work(planned: plan.Plan, program: Program) -> float:

@@ -123,6 +123,14 @@ TABLES: Mapping[str, Declared] = {
     "WUSH",
     takes_others=True,
   ),
+  "method-seeds": Declared(
+    "",
+    "Methods over calibration seeds",
+    {name: _METHODS[name] for name in ("HiRes", "WUSH", "BRQ", "GPTQ")},
+    FIT7,
+    draws=DRAWS,
+    reference="HiRes",
+  ),
   "aggregates": Declared(
     "tab:alternative-aggregates",
     "Alternative aggregates",
@@ -307,6 +315,8 @@ TABLES: Mapping[str, Declared] = {
       FLOAT: FLOAT,
       "tuned WUSH with Fisher weights": "wush:weighting=fisher+tune",
       "hires-next": "hires-next",
+      "hires-rotated": "hires-rotated",
+      "hires-rotated, no labels": "hires-rotated+tune:label_weight=0",
       "HiRes": "hires",
     },
     FIT7,

@@ -67,6 +67,8 @@ class Plan:
   on_disk: bool  #: Whether `memory` assumes that layers and results stay on disk.
   disk: dict[str, int]  #: Written: checkpoint, run folder, scratch of layers on disk.
   model_passes: int  #: Passes of the calibration set through every layer.
+  sequences: int  #: Of the calibration set.
+  length: int  #: Tokens of each.
   reductions: int  #: Passes over the captured inputs of each target linear.
   forward_flops: int  #: Products of the model passes, two a multiply-add.
   prediction_flops: int  #: Products that `hires-next` adds to them.
@@ -142,6 +144,8 @@ def plan(
       "scratch, gradients of hires-next": config.num_layers * gradients,
     },
     model_passes=1 + RECOVERY_FITS,
+    sequences=sequences,
+    length=length,
     # Hessian, fold moments, anchor errors, errors after T, balance trials.
     reductions=5,
     forward_flops=2 * sizes["target_weights"] * tokens * (1 + RECOVERY_FITS),

@@ -176,7 +176,5 @@ def _announcement(
       planned, timed, mesh, tokens, compared_tokens=compared
     )
   if seconds:
-    learns = any(methods.base_name(name) in estimates.LEARNING for name in names)
-    about = "more than" if learns else "about"
-    lines.append(f"expected time: {about} {numbers.about(seconds)}")
+    lines.append(f"expected time: about {numbers.about(seconds)}")
   return [line for line in lines if line]

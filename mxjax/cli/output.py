@@ -17,10 +17,9 @@ from rich.console import Console
 from mxjax.evaluation import provenance
 from mxjax.evaluation.report import numbers, page
 from mxjax.evaluation.report.tables import Table
-from mxjax.evaluation.subjects import EVALUATING
 from mxjax.intake import texts
 from mxjax.run.progress import OnProgress, Progress
-from mxjax.run.reporting import Clock, Heartbeat, lines
+from mxjax.run.reporting import Clock, Heartbeat, lines, place
 
 STDERR = Console(stderr=True)
 WIDE = 200
@@ -203,10 +202,10 @@ def heartbeat(command: str, form: str) -> Iterator[None]:
       _heartbeats.remove(beating)
 
 
-def stage(text: str) -> None:
-  """Notes what begins, for a heartbeat to name if it takes long."""
+def stage(text: str, left: float | None = None) -> None:
+  """Notes what begins, for a heartbeat to name if it takes long, and seconds left."""
   for beating in _heartbeats:
-    beating.at(text)
+    beating.at(text, left)
 
 
 @contextlib.contextmanager
@@ -276,12 +275,11 @@ def _begin_bar(shown: rich_progress.Progress, method: str) -> OnProgress:
   def update(now: Progress) -> None:
     nonlocal first
     first = now.layer if first is None else first
-    text = now.stage
-    if not text.startswith(EVALUATING):
-      # Later layers have the shapes of the first, whose programs are compiled.
-      compiling = ", compiling" if now.layer == first else ""
-      text = f"layer {now.layer + 1}/{now.layers}: {text}{compiling}"
-    _, left = clock.update(now.fraction, now.layer)
+    text = place(now)
+    # Later layers have the shapes of the first, whose programs are compiled.
+    if text != now.stage and now.layer == first:
+      text += ", compiling"
+    _, left = clock.follow(now)
     about = f"{numbers.about(left)} left" if left else ""
     shown.update(task, completed=now.fraction, description=text, left=about)
 
@@ -292,8 +290,8 @@ def _begin_events(method: str) -> OnProgress:
   clock = Clock()
 
   def update(now: Progress) -> None:
-    spent, left = clock.update(now.fraction, now.layer)
-    stage(f"{method}, layer {now.layer + 1}/{now.layers}: {now.stage}")
+    spent, left = clock.follow(now)
+    stage(f"{method}, {place(now)}", left)
     emit(
       "progress",
       method=method,

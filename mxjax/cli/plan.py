@@ -74,9 +74,6 @@ def run(options: argparse.Namespace) -> None:
   is_short = options.sequences is None and not axes
   seconds = {}
   for name in stored or ("hires",):
-    # The plan does not count what their searches take.
-    if methods.base_name(name) in estimates.LEARNING:
-      continue
     # As `quantize` reads it by default.
     is_one = is_short and not methods.get(name).reads_data
     read = plan_of(sequences=1) if is_one else planned

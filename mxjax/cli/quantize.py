@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> None:
   except (KeyboardInterrupt, Stopped) as error:
     # A request to stop ends as Ctrl-C does, with exit code 130 and how to go on.
     raise KeyboardInterrupt(
-      f"{str(error) or 'interrupted'}; finished layers are in {folder / builds.RUN}; "
+      f"{str(error) or 'interrupted'}; what is finished is in {folder / builds.RUN}; "
       f"go on with: {stopping.resume_command(options.arguments)}"
     ) from error
   # Process 0 alone has written results.

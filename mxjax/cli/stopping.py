@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from mxjax.evaluation.subjects import EVALUATING
-from mxjax.run.progress import TUNING, OnProgress, Progress
+from mxjax.run.progress import OnProgress, Progress, is_in_steps
 
 
 class Stopper:
@@ -22,8 +22,9 @@ class Stopper:
 
     def update(now: Progress) -> None:
       # A perplexity is measured again in less time than waiting for it would take, and
-      # so is a step of tuning, after which nobody asks whether to stop.
-      self._in_layer = not now.stage.startswith((EVALUATING, TUNING))
+      # so is a step of learning or tuning, after which nobody asks whether to stop.
+      at_once = now.stage.startswith(EVALUATING) or is_in_steps(now.stage)
+      self._in_layer = not at_once
       on_progress(now)
 
     return update

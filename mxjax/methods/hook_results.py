@@ -224,8 +224,104 @@ def check_recovery(fit: Any, made: Any) -> None:
     check_record(hook, made[1])
 
 
+def arrays_of_step(tree: Any, before: Any = None) -> Any:
+  """Returns what a step learns as arrays that a run folder keeps bit for bit.
+
+  Raises:
+    TypeError: A leaf is no array of a dtype that files and JAX have, or the tree has
+      not the structure, shapes and dtypes of what was learned `before`, if given.
+  """
+
+  def array(leaf: Any) -> jax.Array:
+    dtype = getattr(leaf, "dtype", None)
+    # JAX would narrow 64 bits; and keys, texts and numbers of 4 bits have no file.
+    if str(dtype) not in _KEPT_DTYPES:
+      raise TypeRefusal(
+        "what a step learns",
+        expected=f"arrays of {', '.join(_KEPT_DTYPES)}",
+        got=_named(leaf) if dtype is None else f"an array of {dtype}",
+        mend="convert it, such as by jnp.float32(1), and random keys by "
+        "jax.random.key_data",
+      )
+    found = jnp.asarray(leaf)
+    # Without JAX's weak types, which no file has.
+    return jnp.asarray(found, dtype=found.dtype)
+
+  learned = jax.tree.map(array, tree)
+  if before is not None and _kind(learned) != _kind(before):
+    raise TypeRefusal(
+      "what a step learns",
+      expected=f"what it was before: {_kind(before)}",
+      got=_kind(learned),
+      mend="return arrays of the same structure, shapes and dtypes",
+    )
+  return learned
+
+
+_KEPT_DTYPES = (
+  *("float32", "bfloat16", "float16", "bool"),
+  *("int8", "int16", "int32", "uint8", "uint16", "uint32"),
+)
+
+
+def _kind(tree: Any) -> tuple[Any, list[str]]:
+  """Returns the structure of a tree of arrays, and dtype and shape of its leaves."""
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
+
+
+def check_step(made: Any, before: Any) -> tuple[Any, float]:
+  """Checks the result of `Learning.step`; returns its arrays, and the loss.
+
+  Raises:
+    TypeError: It is no pair with a number, or not as what was learned `before`.
+  """
+  if not isinstance(made, tuple) or len(made) != 2:
+    raise TypeRefusal(
+      "a step of learning",
+      expected="a tuple of what is learned now, and the loss",
+      got=_named(made),
+      mend="return both",
+    )
+  try:
+    loss = float(made[1])
+  except (TypeError, ValueError) as error:
+    raise TypeRefusal(
+      "a step of learning",
+      expected="as its loss a number",
+      got=_named(made[1]),
+      mend="return the loss as a float or as an array without axes",
+    ) from error
+  return arrays_of_step(made[0], before), loss
+
+
+def check_learning(learning: Any) -> None:
+  """Checks the numbers and functions of a `Learning`.
+
+  Raises:
+    TypeError: One is of another kind.
+  """
+  for name, least in (("steps", 0), ("sequences", 1)):
+    value = getattr(learning, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+      raise TypeRefusal(
+        "Learning",
+        expected=f"as its {name} a whole number of at least {least}",
+        got=repr(value),
+        mend=f"give its {name} as an int",
+      )
+  for name in ("start", "step", "finish"):
+    if not callable(getattr(learning, name)):
+      raise TypeRefusal(
+        "Learning",
+        expected=f"as its {name} a function",
+        got=_named(getattr(learning, name)),
+        mend=f"give its {name} as a function",
+      )
+
+
 def check_prepared(program: Any, made: Any) -> None:
-  """Checks the kinds of the result of `Program.prepare`."""
+  """Checks the kinds of the result of `Program.prepare`, or of its steps."""
   hook = "prepare"
   kinds = {"params": (Mapping,), "learned": (Mapping,), "record": (Mapping,)}
   check_parts(hook, made, kinds)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,37 @@ class Prepared(NamedTuple):
   record: Mapping[str, Any] = {}
 
 
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learning(Generic[T]):
+  """What a program learns step by step; `prepare` returns one if it learns for long.
+
+  The pipeline takes the steps. It tells each to the caller of the run, and a run folder
+  keeps what was learned last, so that a killed run goes on behind that step.
+
+  Attributes:
+    start: Returns what is learned before the first step, a pytree of arrays. Whatever
+      steps change belongs in it, such as the state of an optimizer.
+    steps: The number of steps.
+    step: Takes a step. It gets what was learned so far and the losses of all steps
+      before, whose number is that of this step, and returns what is learned now, in
+      arrays of the same shapes and dtypes, and the loss before the step.
+    finish: Makes the result of what was learned and the losses of all steps.
+    sequences: Sequences of tokens on which a step differentiates the model. A run tells
+      by it how large a part of its time the steps take.
+    mend: What helps if a loss is not finite, for the refusal.
+  """
+
+  start: Callable[[], Any]
+  steps: int
+  step: Callable[[Any, Sequence[float]], tuple[Any, float]]
+  finish: Callable[[Any, list[float]], T]
+  sequences: int = 1
+  mend: str = "take fewer or smaller steps"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
   """Base program: no map, round to nearest, no recovery.
@@ -111,8 +142,13 @@ class Program:
     """
     return dataclasses.replace(contract, activations=self.activations)
 
-  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """Rewrites the float model, keeping its function, or learns; runs first."""
+  def prepare(
+    self, params: Params, calib: Calibration, contract: Contract
+  ) -> Prepared | Learning[Prepared]:
+    """Rewrites the float model, keeping its function, or learns; runs first.
+
+    What takes long to learn is returned as `Learning`, whose steps the pipeline takes.
+    """
     del calib, contract
     return Prepared(params)
 

@@ -24,6 +24,7 @@ perplexity of other text and adds 3 to 6 % to its divergence. Not in the paper; 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -237,7 +238,7 @@ class ScaleDistillation:
     rows = tokens[:, : parts * size].reshape(-1, 1, size)
     return [jnp.asarray(row) for row in rows]
 
-  def weight_of_labels(self, divergences: list[float]) -> float:
+  def weight_of_labels(self, divergences: Sequence[float]) -> float:
     """Returns the lambda of the next step, after steps of these divergences.
 
     The nearer the quantized model is already, the more the labels' noise would add to

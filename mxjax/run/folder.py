@@ -2,7 +2,9 @@
 
     state.json            what is finished, with the SHA-256 of each of its files
     lock                  empty; the process that writes holds it
-    prepared/             what a program's `prepare` produced, if anything
+    learning/STEP         what `prepare` has learned so far, if it learns in steps
+    prepared/             what `prepare` produced, if anything; behind the number of
+                          its steps, if it learned in steps
     layers/NAME           finished layers
     streams/INDEX-NAME    hidden states entering layer INDEX, if the run saves them
     tuning/STEP           what tuning has learned so far, if the program tunes
@@ -14,9 +16,9 @@ the files that it no longer needs are removed. A kill anywhere leaves one state 
 and beside it only files that `_unexplained` knows. Any other file is evidence that the
 state has been exchanged for an older one, and refused before finished work is lost.
 
-After a kill a run goes on behind its last finished layer. What enters the next one is
-computed anew: the finished layers are replayed, from the first or from the last hidden
-states that were saved, see `replay_layer` in `recover.py`.
+After a kill a run goes on behind its last finished layer, or its last step. What enters
+the next layer is computed anew: the finished layers are replayed, from the first or
+from the last hidden states that were saved, see `replay_layer` in `recover.py`.
 """
 
 import concurrent.futures
@@ -29,7 +31,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, BinaryIO, NamedTuple, Self
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +52,7 @@ from mxjax.intake.reading import TEXT_BYTES, refusing
 from mxjax.storage import atomic_io, digested_json, tree_io
 
 STATE, LOCK = "state.json", "lock"
-FOLDERS = ("gradients", "layers", "prepared", "streams", "tuning")
+FOLDERS = ("gradients", "layers", "learning", "prepared", "streams", "tuning")
 SCRATCH = "scratch-"
 """The names of folders that only one process uses begin with this."""
 VERSION = 2
@@ -85,10 +87,13 @@ class _Layer(pydantic.BaseModel):
   clock: _Clock
 
 
-class _Tuning(pydantic.BaseModel):
-  files: _OneFile
+class _Steps(pydantic.BaseModel):
+  #: Of the last step; none once its result is written as `prepared`.
+  files: _Files
   losses: list[float]
   seconds: list[float]
+  #: That a step learns on; not in the folders of version 0.1.0.
+  sequences: int = 1
 
 
 class _Resume(pydantic.BaseModel):
@@ -109,11 +114,13 @@ class _State(pydantic.BaseModel):
   digest: digested_json.Digest
   identity: dict[str, Any]
   environment: dict[str, Any]
+  #: Not in the folders of version 0.1.0.
+  learning: _Steps | None = None
   prepared: _Prepared | None
   layers: list[_Layer]
   #: Hidden states that leave one of the layers, the last ones that were saved.
   streams: _Files
-  tuning: _Tuning | None
+  tuning: _Steps | None
   resumes: list[_Resume]
   end: _End | None
   #: Files that it replaced, which may still lie beside the state.
@@ -123,6 +130,7 @@ class _State(pydantic.BaseModel):
 State = dict[str, Any]
 """What `state.json` says, in the structure of `_State`."""
 _NOTHING: State = {
+  "learning": None,
   "prepared": None,
   "layers": [],
   "streams": {},
@@ -134,8 +142,8 @@ _NOTHING: State = {
 """The state before `RunFolder.begin` writes the first one."""
 
 
-class Tuning(NamedTuple):
-  """State of tuning after a step: arrays in the order of a pytree's leaves, losses."""
+class Steps(NamedTuple):
+  """What was learned up to a step: arrays in the order of a pytree's leaves, losses."""
 
   arrays: dict[str, np.ndarray]
   losses: list[float]
@@ -148,7 +156,7 @@ def read_state(path: str | os.PathLike[str]) -> State:
     FileNotFoundError: There is none.
     ValueError: It is damaged or of another version.
   """
-  return digested_json.read(
+  read = digested_json.read(
     pathlib.Path(path) / STATE,
     "the state of a run",
     _MEND,
@@ -156,12 +164,14 @@ def read_state(path: str | os.PathLike[str]) -> State:
     version=("version", VERSION),
     limit=TEXT_BYTES,
   )
+  return {"learning": None, **read}
 
 
 def listed_files(state: State) -> dict[str, dict[str, Any]]:
   """Returns size and SHA-256 of every file of a state, by relative path."""
   files = {LOCK: {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}}
-  for part in (state["prepared"], *state["layers"], state["tuning"]):
+  steps = state["learning"], state["tuning"]
+  for part in (state["prepared"], *state["layers"], *steps):
     files |= part["files"] if part else {}
   return files | state["streams"]
 
@@ -171,8 +181,8 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
 
   A killed process leaves partial files, gradients, what the state calls removable, and
   what it was writing for the next state: what was prepared, or a layer with the hidden
-  states that leave it, or a step of tuning. More than that was finished once, by a
-  state that is not here.
+  states that leave it, or a step of learning or tuning. More than that was finished
+  once, by a state that is not here.
   """
   if "identity" not in state:
     # A new run may still be computing its identity while it differentiates.
@@ -181,10 +191,13 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
   # The layer in work is number `len(layers)` from 0, and the hidden states that are
   # written with it enter the next one.
   number = 1 + len(state["layers"])
-  step = 1 + (len(state["tuning"]["losses"]) if state["tuning"] else 0)
-  writing = ["layers/", f"streams/{number}-", f"tuning/{step}."]
+  learned, tuned = map(_steps_taken, (state["learning"], state["tuning"]))
+  writing = ["layers/", f"streams/{number}-", f"tuning/{tuned + 1}."]
   # `prepare` runs once, before the first layer.
-  writing += [] if number > 1 or state["prepared"] else ["prepared/"]
+  if number == 1 and not state["prepared"]:
+    first = _prepared_name("", learned)
+    writing += [f"{first}params-", f"{first}learned."]
+    writing += [f"learning/{learned + 1}."]
   odd, new = [], []
   for name in names:
     if not re.fullmatch(_PATTERN, name):
@@ -196,6 +209,15 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
   kinds = [name.partition("/")[0] for name in new]
   is_one = {*kinds} <= {"layers", "streams"} or len({*kinds}) == 1
   return odd + ([] if is_one and kinds.count("layers") <= 1 else new)
+
+
+def _steps_taken(steps: Mapping[str, Any] | None) -> int:
+  return len(steps["losses"]) if steps else 0
+
+
+def _prepared_name(name: str, steps: int) -> str:
+  """Returns how a file of what was prepared begins: two runs differ in their steps."""
+  return f"prepared/{steps}-{name}" if steps else f"prepared/{name}"
 
 
 def _is_scratch(name: str) -> bool:
@@ -470,15 +492,24 @@ class RunFolder:
   @property
   def clock(self) -> dict[str, dict[str, Any]]:
     """`seconds` and `peak_bytes` by stage, of all that is not done again."""
+    state = self._state
     if not self.finished:
-      return {"seconds": {}, "peak_bytes": {}}
-    state, before = self._state, self.finished[-1]["clock"]
+      learned = state["learning"]
+      seconds = {"preparation": sum(learned["seconds"])} if learned else {}
+      return {"seconds": seconds, "peak_bytes": {}}
+    before = self.finished[-1]["clock"]
     seconds = before["seconds"]
     if state["end"]:
       seconds = state["end"]["seconds"]
     elif state["tuning"]:
       seconds = {**seconds, "tuning": sum(state["tuning"]["seconds"])}
     return {"seconds": dict(seconds), "peak_bytes": dict(before["peak_bytes"])}
+
+  @property
+  def learned_sequences(self) -> int:
+    """Sequences on which `prepare` has learned in all of its steps so far."""
+    learning = self._state["learning"]
+    return _steps_taken(learning) * learning["sequences"] if learning else 0
 
   @property
   def ended(self) -> dict[str, Any] | None:
@@ -511,27 +542,30 @@ class RunFolder:
     trees = {f"params-{key}": value for key, value in (params or {}).items()}
     if learned:
       trees["learned"] = tree_io.nested(learned)
-    files, nodes = {}, {}
+    steps = self._state["learning"]
+    taken, files, nodes = _steps_taken(steps), {}, {}
     for name, tree in trees.items():
-      file = f"prepared/{name}.safetensors"
+      file = f"{_prepared_name(name, taken)}.safetensors"
       nodes[file], arrays = tree_io.pack(tree)
       files |= self._write(file, arrays)
-    self._save(
-      prepared={
-        "files": files,
-        "nodes": nodes,
-        "paths": sorted(learned),
-        "record": record,
-      }
-    )
+    made = {"files": files, "nodes": nodes, "paths": sorted(learned), "record": record}
+    if steps is None:
+      self._save(prepared=made)
+      return
+    # Nothing reads the steps from here on, but how long they took is told.
+    self._save(steps["files"], prepared=made, learning={**steps, "files": {}})
+    self._remove(steps["files"])
 
   def read_prepared(self) -> tuple[dict[str, Any] | None, dict[str, Any], Any] | None:
     """Reads the three arguments of `write_prepared`, or returns None."""
     prepared = self._state["prepared"]
     if prepared is None:
       return None
+    first = len(_prepared_name("", _steps_taken(self._state["learning"])))
     trees = {
-      pathlib.Path(file).stem: tree_io.read_tree(self.path / file, nodes)
+      file[first:].removesuffix(".safetensors"): tree_io.read_tree(
+        self.path / file, nodes
+      )
       for file, nodes in prepared["nodes"].items()
     }
     tree, learned = trees.pop("learned", {}), {}
@@ -636,33 +670,41 @@ class RunFolder:
       streams[name] = [put(rows[first : first + chunk]) for first in starts]
     return streams
 
-  def write_tuning(
-    self, arrays: Mapping[str, jax.Array], losses: Sequence[float], seconds: float
+  def write_step(
+    self,
+    stage: Literal["learning", "tuning"],
+    arrays: Mapping[str, jax.Array],
+    losses: Sequence[float],
+    seconds: float,
+    sequences: int = 1,
   ) -> None:
-    """Writes the state of tuning durably, in place of that of the step before.
+    """Writes what was learned durably, in place of what the step before wrote.
 
-    `losses` are those of all steps, `seconds` those of the last one.
+    `losses` are those of all steps, `seconds` those of the last one, and `sequences`
+    those that a step learns on.
     """
     if self._lock is None:
       return
     self._begin()
-    before = self._state["tuning"] or {"files": {}, "seconds": []}
+    before = self._state[stage] or {"files": {}, "seconds": []}
     made = {
-      "files": self._write(f"tuning/{len(losses)}.safetensors", arrays),
+      "files": self._write(f"{stage}/{len(losses)}.safetensors", arrays),
       "losses": [*losses],
       "seconds": [*before["seconds"], seconds],
+      "sequences": sequences,
     }
     # The new step is on the disk and in the state before the old one is removed.
-    self._save(before["files"], tuning=made)
+    self._save(before["files"], **{stage: made})
     self._remove(before["files"])
 
-  def read_tuning(self) -> Tuning | None:
-    """Reads the state written by `write_tuning`, or returns None."""
-    tuning = self._state["tuning"]
-    if tuning is None:
+  def read_steps(self, stage: Literal["learning", "tuning"]) -> Steps | None:
+    """Reads what `write_step` wrote last, or returns None."""
+    steps = self._state[stage]
+    if steps is None:
       return None
-    (file,) = tuning["files"]
-    return Tuning(atomic_io.read_arrays(self.path / file), [*tuning["losses"]])
+    with refusing(self.path / STATE, f"what it lists of {stage}", _MEND):
+      (file,) = steps["files"]
+    return Steps(atomic_io.read_arrays(self.path / file), [*steps["losses"]])
 
   def finish(
     self, sanity: Mapping[str, Any] | None, seconds: Mapping[str, float]

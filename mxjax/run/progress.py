@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -25,6 +26,10 @@ class Progress(NamedTuple):
 OnProgress = Callable[[Progress], None]
 
 
+LEARNING_WORK = 8.0
+"""The time in which a program learns on a sequence, over that in which all layers are
+quantized on one: on a CPU 14 to 17 passes (`benchmarks/results/learning_work.json`)
+over 2, which is what `mxjax.evaluation.estimates` counts for the layers."""
 BEFORE_TUNING = 0.5
 """Share of a run before the tuning, if the program tunes."""
 DIFFERENTIATING = 0.1
@@ -33,8 +38,19 @@ OUTPUT_GRADIENTS = "output gradients"
 """The stage of differentiating the float model."""
 SANITY = "sanity gate"
 """The stage of comparing logits with the float model's, after the last layer."""
+LEARNING = "learning"
+"""How the stages of a program's own learning begin, each of which leaves its step on
+disk."""
 TUNING = "scale distillation"
 """How the stages of tuning begin, each of which leaves its step on disk."""
+
+
+_IN_STEPS = re.compile(rf"({LEARNING}|{TUNING}) \d+/\d+(,|$)")
+
+
+def is_in_steps(stage: str) -> bool:
+  """Whether a stage is a step of learning or tuning, beside the layers."""
+  return _IN_STEPS.match(stage) is not None
 
 
 class Stopped(Exception):
@@ -50,18 +66,23 @@ class Report:
   """Times the stages of a run, and tells its caller of each one.
 
   A layer has two stages, calibration and quantization, and one for each recovery fit.
+  The run calibrates on so many `sequences`.
   """
 
   program: Program
   layers: int
   clock: StageClock
   on_progress: OnProgress | None = None
+  sequences: int = 1
   _layer: int = -1
   _step: int = 0
   _largest: int = 0
+  _learned: float = 0.0
 
   def _tell(self, label: str, fraction: float, layer: int) -> None:
     if self.on_progress:
+      # What a program learns of its own comes before all the rest.
+      fraction = self._learned + (1 - self._learned) * fraction
       self.on_progress(Progress(layer, self.layers, label, fraction))
 
   def begin_layer(self, index: int, largest: int) -> None:
@@ -114,6 +135,20 @@ class Report:
   def checking(self) -> None:
     """Tells that the finished model is compared with the float model."""
     self._tell(SANITY, 1.0, self.layers - 1)
+
+  def has_learned(self, sequences: int) -> None:
+    """Notes on how many sequences in all steps a program learns before the layers."""
+    work = LEARNING_WORK * sequences
+    self._learned = work / (work + self.sequences)
+
+  def learning(self, step: int, steps: int, loss: float | None) -> None:
+    """Tells the finished steps that a program learns in, and the last one's loss."""
+    label = f"{LEARNING} {step}/{steps}"
+    if loss is not None:
+      label += f", loss {loss:.4f}"
+    if self.on_progress:
+      fraction = self._learned * step / steps
+      self.on_progress(Progress(0, self.layers, label, fraction))
 
   def tuning(self, step: int, steps: int, divergence: float | None) -> None:
     """Tells the finished steps of tuning, and the last one's divergence in nats."""

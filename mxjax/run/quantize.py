@@ -81,9 +81,15 @@ def run(
       folder = stack.enter_context(RunFolder(run_dir, resume=resume))
     # Before `prepare`, which may take long: a run of another identity is refused here.
     resumed, clock = _begin(folder, setup)
-    report = Report(setup.program, setup.model.num_layers, clock, on_progress)
+    report = Report(
+      setup.program,
+      setup.model.num_layers,
+      clock,
+      on_progress,
+      sequences=setup.calib.count,
+    )
     with clock.stage("preparation"):
-      setup = setup.prepared(folder)
+      setup = setup.prepared(folder, report)
     # A caller's mapping receives layers unchanged; others are spread over the mesh.
     placement = setup.placement if into is None else ONE_DEVICE
     outcome = Outcome(placement, {} if into is None else into, [])
@@ -294,9 +300,10 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
         layers there are done again.
       store: Where statistics shared by all runs on the same model and tokens, in the
         same environment, are written; the result does not depend on it.
-      on_progress: Called with a `Progress` at every stage and every linear. None logs a
-        line a layer, and one after every 30 s of silence, at INFO of the logger
-        `mxjax`; where no logging is configured they go to stderr.
+      on_progress: Called with a `Progress` at every stage, every linear, and every step
+        of learning or tuning. None logs a line a layer, and one after every 30 s of
+        silence, at INFO of the logger `mxjax`; where no logging is configured they go
+        to stderr.
       stop: Called after every layer; if it returns True, `Stopped` is raised.
       check: Whether logits are compared with the float model's at the end.
       probe: Whether each linear is measured on a few tokens for the record.
@@ -319,7 +326,8 @@ def _params_of(run: Callable[P, Result]) -> Callable[P, MutableMapping[str, Any]
       ValueError: The model lacks a target or what a recovery fit reads, a width, a
         weight or a Hessian cannot be quantized (the message names the layer), or
         `save_every` is no whole number of at least 1.
-      FloatingPointError: Activations are not finite, or the quantized model collapsed.
+      FloatingPointError: Activations or a loss are not finite, or the quantized model
+        collapsed.
       FileExistsError: `run_dir` is not empty.
       BlockingIOError: Another process is using `run_dir`.
       Stopped: `stop` returned True.

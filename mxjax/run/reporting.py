@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import jax
 
-from mxjax.run.progress import SANITY, OnProgress, Progress
+from mxjax.run.progress import SANITY, OnProgress, Progress, is_in_steps
 
 LOGGER = logging.getLogger("mxjax")
 """Of everything that mxjax says in Python."""
@@ -40,28 +40,36 @@ def span(seconds: float) -> str:
 class Clock:
   """Estimates the remaining time of work that reports its completed fraction.
 
-  Work by layers compiles its programs in the first one, which may take longer than all
-  that follow: an estimate counts from the second layer on.
+  Work compiles its programs in its first layer, or its first step, which may take
+  longer than all that follow. So an estimate counts from the second one on, and anew
+  from the second layer on where layers follow steps.
   """
 
   def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
     self._now = now
     self._begun: float | None = None
-    self._first_layer: int | None = None
+    self._first: int | str | None = None
     self._start: tuple[float, float] | None = None
 
-  def update(self, fraction: float, layer: int | None = None) -> Estimate:
-    """Notes what is finished, in which `layer` if the work has such.
+  def follow(self, now: Progress) -> Estimate:
+    """Notes where a run is; returns what `update` does."""
+    part = now.stage if is_in_steps(now.stage) else now.layer
+    return self.update(now.fraction, part)
+
+  def update(self, fraction: float, part: int | str | None = None) -> Estimate:
+    """Notes what is finished, and in which `part` of the work if it has such.
 
     Returns:
       Elapsed seconds, and remaining seconds once they can be estimated: never in the
-      first layer that is reported.
+      first part that is reported.
     """
     now = self._now()
     if self._begun is None:
-      self._begun, self._first_layer = now, layer
+      self._begun, self._first = now, part
+    if isinstance(self._first, str) and isinstance(part, int):
+      self._first, self._start = part, None
     spent = now - self._begun
-    if layer is not None and layer == self._first_layer:
+    if part is not None and part == self._first:
       return spent, None
     # Nor does it count what an earlier process did, in no time of this one.
     self._start = self._start or (now, fraction)
@@ -84,14 +92,16 @@ class Heartbeat:
     """Takes what prints a sentence, and what is done at first; waits for `SILENCE`."""
     self._tell, self._interval = tell, SILENCE if interval is None else interval
     self._stage, self._since = stage, time.monotonic()
+    self._end: float | None = None
     self._spoke = self._since
     # Programs in the compiler now, by thread: name, and when it began.
     self._compiling: dict[int, tuple[str, float]] = {}
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._beat, daemon=True)
 
-  def at(self, stage: str) -> None:
-    """Notes which stage has begun."""
+  def at(self, stage: str, left: float | None = None) -> None:
+    """Notes which stage has begun, and how many seconds are left if that is known."""
+    self._end = None if left is None else time.monotonic() + left
     if stage != self._stage:
       self._stage, self._since = stage, time.monotonic()
 
@@ -108,6 +118,10 @@ class Heartbeat:
       # Programs that have just begun come and go.
       if now - began >= BRIEF:
         text += f"; compiling {name}, for {span(now - began)}"
+    # Read once: another thread may change it.
+    end = self._end
+    if end is not None and end > now:
+      text += f"; about {span(end - now)} left"
     return text
 
   def _beat(self) -> None:
@@ -149,6 +163,13 @@ class Heartbeat:
     jax.monitoring.unregister_event_duration_listener(self._compiled)
 
 
+def place(now: Progress) -> str:
+  """Says where a run is: in a stage of a layer, or in one beside the layers."""
+  is_beside = now.stage == SANITY or _COUNTED.match(now.stage)
+  layer = "" if is_beside else f"layer {now.layer + 1}/{now.layers}: "
+  return f"{layer}{now.stage}"
+
+
 def lines(
   method: str, tell: Callable[[str], None], heartbeat: Heartbeat | None = None
 ) -> OnProgress:
@@ -162,15 +183,13 @@ def lines(
     nonlocal last, first
     first = now.layer if first is None else first
     counted = _COUNTED.match(now.stage)
-    text, stage, where = now.stage, "", counted[1] if counted else now.stage
-    about = ""
+    text, where, about = now.stage, counted[1] if counted else now.stage, ""
     if not counted and now.stage != SANITY:
-      text, stage = f"layer {now.layer + 1}/{now.layers}", f": {now.stage}"
-      where = now.layer
+      text, where = f"layer {now.layer + 1}/{now.layers}", now.layer
       about = ", compiling as the first" if now.layer == first else ""
-    spent, left = clock.update(now.fraction, now.layer)
+    spent, left = clock.follow(now)
     if heartbeat:
-      heartbeat.at(f"{method}, {text}{stage}")
+      heartbeat.at(f"{method}, {place(now)}", left)
     # One line for each layer, and for each counted stage whatever its count.
     if where == last:
       return

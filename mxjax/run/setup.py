@@ -32,10 +32,11 @@ from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import hook_results
 from mxjax.methods.by_rule import ByRule
-from mxjax.methods.program import Program
+from mxjax.methods.program import Learning, Program
 from mxjax.methods.program_source import source_digests
 from mxjax.numerics import float_bits
 from mxjax.numerics.contract import Contract
+from mxjax.run import steps
 
 _log = logging.getLogger(__name__)
 _DIGESTING = threading.Lock()
@@ -234,16 +235,22 @@ class Setup:
     """Describes the calibration tokens, JSON-ready."""
     return {"fingerprint": self.calib.fingerprint, "shape": self.calib.shape}
 
-  def prepared(self, folder: Any | None) -> "Setup":
-    """Returns the setup after `Program.prepare`.
+  def prepared(self, folder: Any | None, report: Any) -> "Setup":
+    """Returns the setup after `Program.prepare`, of whose steps `report` is told.
 
     A run folder keeps what was prepared, so that a resumed run reads it.
     """
-    saved = folder.read_prepared() if folder else None
-    if saved:
+    saved, result = folder.read_prepared() if folder else None, None
+    if folder and saved:
       rewritten, learned, record = saved
+      report.has_learned(folder.learned_sequences)
     else:
-      made = self.program.prepare(self.params, self.calib, self.contract)
+      made = result = self.program.prepare(self.params, self.calib, self.contract)
+      if isinstance(made, Learning):
+        with errors.within("prepare"):
+          hook_results.check_learning(made)
+        mesh = self.placement.mesh
+        made = steps.take(made, "learning", folder, report, mesh)
       hook_results.check_prepared(self.program, made)
       learned, record = made.learned, dict(made.record)
       # By identity: a hook that changes nothing hands back what it got, and then no
@@ -264,7 +271,8 @@ class Setup:
         _check_layers(found)
         _check_weights(found)
     # A method that learns nothing leaves no file to check on a resume.
-    if folder and not saved and (rewritten is not None or learned):
+    has_made = rewritten is not None or learned or isinstance(result, Learning)
+    if folder and not saved and has_made:
       folder.write_prepared(rewritten, learned, record)
     return found
 

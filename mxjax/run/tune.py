@@ -1,10 +1,7 @@
-"""Tuning of a finished model on the divergence of its predictions, step by step.
+"""Tuning of a finished model on the divergence of its predictions, step by step."""
 
-Every step is written to the run folder before the next begins, so a killed run goes on
-to the same bits.
-"""
-
-import time
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,10 +13,11 @@ from mxjax import compilation
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
-from mxjax.errors import FloatingPointRefusal
 from mxjax.methods import scale_distillation
+from mxjax.methods.program import Learning
 from mxjax.methods.scale_distillation import PredictionDivergence, ScaleDistillation
 from mxjax.numerics.mxfp4 import PAPER_RULES
+from mxjax.run import steps
 from mxjax.run.folder import RunFolder
 from mxjax.run.progress import Report
 from mxjax.run.setup import Setup
@@ -92,50 +90,45 @@ def distill_scales(
   chunks = options.chunks(setup.calib.tokens)
   order = options.order(len(chunks))
   layers = {name: quantized[name] for name in setup.layers}
-  learned: Any = options.initial(list(layers.values()), model)
-  state: Any = [optimizer(options, len(order)).init(layer) for layer in learned]
-  losses: list[float] = []
-  if folder and (saved := folder.read_tuning()):
-    leaves = [jnp.asarray(saved.arrays[key]) for key in sorted(saved.arrays)]
-    # Only leaves are on disk; the structure follows from options and model, which are
-    # those of the start.
-    structure = jax.tree.structure((learned, state))
-    learned, state = jax.tree.unflatten(structure, leaves)
-    losses = saved.losses
-  if len(losses) < len(order):
-    report.tuning(len(losses), len(order), None)
-    start = time.perf_counter()
-    # Once for all steps. Hidden states of width d, because logits of the vocabulary
-    # would take far more memory.
-    teachers = streams.final_hiddens(model, setup.params, chunks)
-    examples = list(zip(chunks, teachers, strict=True))
-    objective = PredictionDivergence(model, PAPER_RULES)
+  objective = PredictionDivergence(model, PAPER_RULES)
+
+  def start() -> tuple[Any, Any]:
+    learned = options.initial(list(layers.values()), model)
+    return learned, [optimizer(options, len(order)).init(layer) for layer in learned]
+
+  @functools.cache
+  def examples() -> list[tuple[jax.Array, jax.Array]]:
+    # Once for all steps, and not at all if none is left. Hidden states of width d,
+    # because logits of the vocabulary would take far more memory.
+    return [
+      *zip(chunks, streams.final_hiddens(model, setup.params, chunks), strict=True)
+    ]
+
+  def step(now: Any, losses: Sequence[float]) -> tuple[Any, float]:
+    learned, state = now
+    weight = jnp.asarray(np.float32(options.weight_of_labels(losses)))
     # The order is drawn beforehand, so that a resumed run goes on where it stood.
-    for of_step in order[len(losses) :]:
-      weight = jnp.asarray(np.float32(options.weight_of_labels(losses)))
-      seen = [gradients.Example(*examples[chunk], weight) for chunk in of_step]
-      result = gradients.gradients(objective, quantized, None, learned, seen)
-      if not np.isfinite(result.shown):
-        raise FloatingPointRefusal(
-          "scale distillation",
-          expected="a finite divergence",
-          got=f"{result.shown} at step {len(losses) + 1} of {len(order)}",
-          mend="lower the rate, such as rate=0.001",
-        )
-      learned, state = update(options, len(order), learned, state, result.own)
-      losses.append(result.shown)
-      if folder:
-        # A step's time includes the write of the one before it.
-        before, start = start, time.perf_counter()
-        leaves = jax.tree.leaves((learned, state))
-        named = {f"{number:06d}": leaf for number, leaf in enumerate(leaves)}
-        folder.write_tuning(named, losses, start - before)
-      report.tuning(len(losses), len(order), result.shown)
-  tuned = {
-    name: scale_distillation.install(layer, own, model)
-    for (name, layer), own in zip(layers.items(), learned, strict=True)
-  }
-  return tuned, {"divergence": losses, "order": order, **_moved(learned)}
+    of_step = order[len(losses)]
+    seen = [gradients.Example(*examples()[chunk], weight) for chunk in of_step]
+    result = gradients.gradients(objective, quantized, None, learned, seen)
+    return update(options, len(order), learned, state, result.own), result.shown
+
+  def finish(now: Any, losses: list[float]) -> tuple[dict[str, Any], dict[str, Any]]:
+    learned, _ = now
+    tuned = {
+      name: scale_distillation.install(layer, own, model)
+      for (name, layer), own in zip(layers.items(), learned, strict=True)
+    }
+    return tuned, {"divergence": losses, "order": order, **_moved(learned)}
+
+  learning = Learning(
+    start=start,
+    steps=len(order),
+    step=step,
+    finish=finish,
+    mend="lower the rate, such as rate=0.001",
+  )
+  return steps.take(learning, "tuning", folder, report, setup.placement.mesh)
 
 
 def _moved(learned: list[Any]) -> dict[str, Any]:

@@ -216,7 +216,8 @@ def read_run(folder):
     if run.finished:
       run.read_streams(2)
     run.read_prepared()
-    run.read_tuning()
+    run.read_steps("learning")
+    run.read_steps("tuning")
 
 
 def read_results(folder):
@@ -298,7 +299,7 @@ def originals(tiny_config, tiny_params, tmp_path_factory):
     rows = {"float": [jnp.ones((2, 3, 4))]}
     layer = params["layers_0"]
     opened.write_layer("layers_0", layer, {"v": 1}, streams=rows, clock=clock)
-    opened.write_tuning({"s": jnp.ones(2)}, [0.5], 1.0)
+    opened.write_step("tuning", {"s": jnp.ones(2)}, [0.5], 1.0)
   kinds["run"] = run, "state.json", read_run, [in_json, resealed, resealed]
   kinds["layer"] = run, "layers/layers_0.safetensors", read_run, [in_header]
   scored = folder("scored")

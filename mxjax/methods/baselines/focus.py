@@ -12,6 +12,7 @@ is four steps, so compare with RTN under rceil before crediting the learning.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
 from mxjax.methods.options import Count, Positive
-from mxjax.methods.program import Prepared, Program, Realization
+from mxjax.methods.program import Learning, Prepared, Program, Realization
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization import learned_scales
@@ -132,32 +133,51 @@ class Focus(Program):
   divisor_logit: float = learned_scales.DIVISOR_LOGIT
 
   @override
-  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """Learns the scales, and keeps the params."""
+  def prepare(
+    self, params: Params, calib: Calibration, contract: Contract
+  ) -> Learning[Prepared]:
+    """Learns the scales, a step of AdamW at a time, and keeps the params."""
     model = calib.model
-    own: Any = [
-      self._initial(params[model.layer_name(index)], model, contract)
-      for index in range(model.num_layers)
-    ]
-    state = _optimizer().init(own)
     objective = _Distillation(model, contract.rules, self.top)
     # Whole batches: what is left of an epoch begins the next one.
     size = min(self.batch, len(calib.tokens))
     steps = self.epochs * (len(calib.tokens) // size)
-    losses = []
-    for batch in gradients.batches(len(calib.tokens), self.batch, steps):
+    batches = gradients.batches(len(calib.tokens), self.batch, steps)
+
+    def start() -> tuple[Any, Any]:
+      own: Any = [
+        self._initial(params[model.layer_name(index)], model, contract)
+        for index in range(model.num_layers)
+      ]
+      return own, _optimizer().init(own)
+
+    def step(now: Any, losses: Sequence[float]) -> tuple[Any, float]:
+      own, state = now
+      batch = batches[len(losses)]
       rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in batch]
       teachers = [streams.final_hiddens(model, params, [row])[0] for row in rows]
       examples = [gradients.Example(*pair) for pair in zip(rows, teachers, strict=True)]
       result = gradients.gradients(objective, params, None, own, examples)
-      own, state = _update(own, state, result.own)
-      losses.append(result.shown)
-    learned = {
-      f"{model.layer_name(index)}/{path}": scales
-      for index, layer in enumerate(own)
-      for path, scales in layer.items()
-    }
-    return Prepared(params, learned, {"losses": losses, "batch": size, "steps": steps})
+      return _update(own, state, result.own), result.shown
+
+    def finish(now: Any, losses: list[float]) -> Prepared:
+      learned = {
+        f"{model.layer_name(index)}/{path}": scales
+        for index, layer in enumerate(now[0])
+        for path, scales in layer.items()
+      }
+      return Prepared(
+        params, learned, {"losses": losses, "batch": size, "steps": steps}
+      )
+
+    return Learning(
+      start=start,
+      steps=steps,
+      step=step,
+      finish=finish,
+      sequences=size,
+      mend="take fewer epochs, or larger batches",
+    )
 
   def _initial(
     self, layer: Params, model: CausalLanguageModel, contract: Contract

@@ -17,7 +17,7 @@ signs, or as random orthogonal matrices for sizes without a known Hadamard.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -37,7 +37,7 @@ from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Count, Positive, Share
-from mxjax.methods.program import Prepared
+from mxjax.methods.program import Learning, Prepared
 from mxjax.numerics import precision, straight_through
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.precision import HIGHEST
@@ -209,55 +209,71 @@ class SpinQuant(Gptq):
   rotates_model: ClassVar[bool] = True
 
   @override
-  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """Learns the rotations and fuses them."""
+  def prepare(
+    self, params: Params, calib: Calibration, contract: Contract
+  ) -> Learning[Prepared]:
+    """Learns the rotations, a Cayley step at a time, and then fuses them."""
     model, first = calib.model, params[calib.model.layer_name(0)]
     rotated, head = recipe(first), _head_dim(model, params)
     width = first["self_attn"]["v_proj"]["weight"].shape[-1]
     # R1 has the seed itself, and the R2 of every layer one of its own.
     r1, kind = orthogonal.random_rotation(width, self.seed)
-    own = [
-      jnp.asarray(orthogonal.random_rotation(head, seed)[0], jnp.float32)
-      for seed in range(self.seed + 1, self.seed + 1 + model.num_layers)
-    ]
-    shared = jnp.asarray(r1, jnp.float32) if rotated == "R1 and R2" else None
-    shared, own, losses = self._learn(params, calib, contract, (shared, own))
-    record = {
-      "recipe": rotated,
-      "first_rotation": kind if shared is not None else None,
-      "losses": losses,
-      "batch": min(self.batch, len(calib.tokens)),
-    }
-    return Prepared(rotate_model(model, params, shared, own), record=record)
+    has_r1 = rotated == "R1 and R2"
 
-  def _learn(
-    self, params: Params, calib: Calibration, contract: Contract, start: Any
-  ) -> tuple[jax.Array | None, list[jax.Array], list[float]]:
-    """Returns R1, the R2 of the layers, and the loss before every step."""
-    objective = _QuantizedLoss(calib.model, contract.rules, contract.targets)
-    rng = np.random.default_rng(self.seed)
-    matrices, treedef = jax.tree.flatten(start)
-    speeds, losses = [jnp.zeros_like(matrix) for matrix in matrices], []
+    def start() -> tuple[Any, Any]:
+      narrow = lambda matrix: jnp.asarray(matrix, jnp.float32)
+      seeds = range(self.seed + 1, self.seed + 1 + model.num_layers)
+      own = [narrow(orthogonal.random_rotation(head, seed)[0]) for seed in seeds]
+      # Without R1 there is None in its place, which has no leaf.
+      matrices = (narrow(r1) if has_r1 else None), own
+      return matrices, jax.tree.map(jnp.zeros_like, matrices)
+
+    objective = _QuantizedLoss(model, contract.rules, contract.targets)
     batches = gradients.batches(len(calib.tokens), self.batch, self.steps)
-    for step, batch in enumerate(batches):
+    # Drawn beforehand, so that a resumed run renews what an undisturbed one does.
+    rng = np.random.default_rng(self.seed)
+    shape = self.steps, has_r1 + model.num_layers
+    is_renewed = rng.integers(orthogonal.RENEWAL, size=shape) == 0
+
+    def step(now: Any, losses: Sequence[float]) -> tuple[Any, float]:
+      (shared, own), speeds = now
+      number = len(losses)
       examples = [
         gradients.Example(jnp.asarray(calib.tokens[index : index + 1]))
-        for index in batch
+        for index in batches[number]
       ]
-      shared, own = jax.tree.unflatten(treedef, matrices)
       result = gradients.gradients(objective, params, shared, own, examples)
-      losses.append(result.shown)
-      rate = jnp.float32(self.rate * (1 - step / self.steps))
-      # In the order of `matrices`: without R1 both have None there, which has no leaf.
-      slopes = jax.tree.leaves((result.shared, result.own))
-      for number, slope in enumerate(slopes):
-        matrix = matrices[number]
-        if rng.integers(orthogonal.RENEWAL) == 0:
+      rate = jnp.float32(self.rate * (1 - number / self.steps))
+      moved, structure = [], jax.tree.structure(now[0])
+      trees = now[0], speeds, (result.shared, result.own)
+      for matrix, speed, slope, renews in zip(
+        *map(jax.tree.leaves, trees), is_renewed[number], strict=True
+      ):
+        if renews:
           matrix = execution.block_on_cpu(orthogonal.renewed(matrix))
-        matrices[number], speeds[number] = execution.block_on_cpu(
-          orthogonal.cayley_step(matrix, speeds[number], slope, rate)
+        moved.append(
+          execution.block_on_cpu(orthogonal.cayley_step(matrix, speed, slope, rate))
         )
-    return *jax.tree.unflatten(treedef, matrices), losses
+      both = [jax.tree.unflatten(structure, part) for part in zip(*moved, strict=True)]
+      return tuple(both), result.shown
+
+    def finish(now: Any, losses: list[float]) -> Prepared:
+      record = {
+        "recipe": rotated,
+        "first_rotation": kind if has_r1 else None,
+        "losses": losses,
+        "batch": min(self.batch, len(calib.tokens)),
+      }
+      return Prepared(rotate_model(model, params, *now[0]), record=record)
+
+    return Learning(
+      start=start,
+      steps=self.steps,
+      step=step,
+      finish=finish,
+      sequences=min(self.batch, len(calib.tokens)),
+      mend="lower the rate, such as spinquant:rate=0.5",
+    )
 
 
 def _head_dim(model: CausalLanguageModel, params: Params) -> int:

@@ -325,8 +325,11 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   assert "stored MiB by method" in told and "[W4A16]" in told
   assert "storage of HiRes" not in told and "build" in told
   # Each method has its time there; that of HiRes is none of RTN's.
-  told = mxjax("plan", config, "--method", "rtn", as_json=False)
+  told = mxjax("plan", config, "--method", "rtn,spinquant", as_json=False)
   assert "build" in told and "time on this machine" not in told
+  # So has one that learns.
+  last = {line.split()[0]: line.split()[-1] for line in told.splitlines() if line}
+  assert {last["rtn"], last["spinquant"]} <= {"s", "min", "h"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -55,6 +55,25 @@ def test_time_left_does_not_count_the_layer_that_compiles():
   assert clock.update(0.4, 2) == (65.0, pytest.approx(15.0))
 
 
+def test_time_left_in_steps_counts_from_the_second_one():
+  now = [0.0]
+  clock = reporting.Clock(lambda: now[0])
+  for second, step, left in ((0, 0, None), (60, 1, None), (70, 2, 60.0), (80, 3, 50.0)):
+    now[0] = float(second)
+    place = Progress(0, 2, f"learning {step}/4, loss 1.0", step / 8)
+    assert clock.follow(place) == (now[0], left and pytest.approx(left))
+  # The layers behind the steps compile anew, and are told of from the second one on.
+  for second, layer, left in (
+    (90, 0, None),
+    (150, 0, None),
+    (160, 1, None),
+    (170, 2, 10),
+  ):
+    now[0] = float(second)
+    place = Progress(layer, 4, "calibration", (5 + layer) / 8)
+    assert clock.follow(place) == (now[0], left and pytest.approx(left))
+
+
 class TestStopper:
   NOW = Progress(0, 2, "calibration", 0.0)
 
@@ -88,10 +107,12 @@ class TestStopper:
     stop, follow, said, _ = self.make()
     follow(self.NOW)
     assert not stop()
-    tuned = methods.get("rtn+tune")
-    Report(tuned, 2, StageClock(), follow).tuning(3, 8, 0.125)
-    with pytest.raises(KeyboardInterrupt):
-      stop.ask(signal.SIGTERM, None)
+    report = Report(methods.get("rtn+tune"), 2, StageClock(), follow)
+    for tell in (report.learning, report.tuning):
+      follow(self.NOW)
+      tell(3, 8, 0.125)
+      with pytest.raises(KeyboardInterrupt):
+        stop.ask(signal.SIGTERM, None)
     assert not said
 
   def test_handlers_are_put_back(self):
@@ -225,10 +246,14 @@ BUILT = {
   "hires-next": (453, 311e9),
   "hires-rotated": (593, 311e9),
   "map-descent": (3174, 104e9),
+  "spinquant:batch=1:steps=10": (466, 104e9),
+  "focus": (349, 104e9),
+  "torq": (103, 104e9),
+  "batquant:tokens=256:steps=40": (701, 104e9),
 }
 """Seconds that builds of the same model took for 8 x 2,048 tokens, without evaluation
-(`hires_next_smollm2`, `map_descent_smollm2`), and FLOP/s of their machines, which were
-measured apart; that of the first three is in `map_work`."""
+(`hires_next_smollm2`, `map_descent_smollm2`, `tables_smollm2_methods`), and FLOP/s of
+their machines, which were measured apart; that of the first three is in `map_work`."""
 
 
 def planned_for(sequences, length):
@@ -246,7 +271,7 @@ def planned_for(sequences, length):
 
 
 @pytest.mark.parametrize("method", BUILT)
-def test_the_expected_time_has_searches_descents_and_fits_of_maps(method):
+def test_the_expected_time_has_what_maps_and_baselines_learn(method):
   seconds, rate = BUILT[method]
   expected = estimates.expected_seconds(planned_for(8, 2048), [method], rate=rate)
   assert 0.5 < expected / seconds < 2

@@ -23,6 +23,9 @@ from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.run import steps
+from mxjax.run.progress import Report
+from mxjax.run.record import StageClock
 from mxjax.storage import checkpoint
 from mxjax.storage.export import compressed_tensors, dequant, gguf, transformers_folder
 from tests.cases import slow
@@ -89,6 +92,13 @@ def test_every_payload_is_legal_and_the_model_still_runs(
   )
   assert float(jnp.abs(logits - exact).mean()) < float(jnp.abs(exact).mean())
   assert_planned(FAST.get(name, name), result.params, tiny_model.config)
+
+
+def prepared(program, params, calib):
+  """What all steps of a program's `prepare` lead to."""
+  learning = program.prepare(params, calib, PAPER_CONTRACT)
+  report = Report(program, calib.model.num_layers, StageClock())
+  return steps.take(learning, "learning", None, report)
 
 
 def assert_planned(name, params, config):
@@ -177,7 +187,7 @@ def test_focus_distills(tiny_model, tiny_params, tiny_tokens):
   """More epochs lower the divergence on the tokens it learns from."""
   calib = Calibration(tiny_model, tiny_tokens[:2])
   program = dataclasses.replace(focus.FOCUS, epochs=12, batch=2)
-  record = program.prepare(tiny_params, calib, PAPER_CONTRACT).record
+  record = prepared(program, tiny_params, calib).record
   assert record["steps"] == 12
   assert min(record["losses"][6:]) < 0.95 * record["losses"][0]
 
@@ -226,12 +236,12 @@ def test_post_norm_layers_get_no_residual_rotation(tiny_params):
 def test_spinquant_learns_orthogonal_rotations(tiny_model, tiny_params, tiny_tokens):
   program = dataclasses.replace(spinquant.SPINQUANT, steps=12, batch=2)
   calib = Calibration(tiny_model, tiny_tokens[:2])
-  prepared = program.prepare(tiny_params, calib, PAPER_CONTRACT)
-  losses = prepared.record["losses"]
+  made = prepared(program, tiny_params, calib)
+  losses = made.record["losses"]
   assert np.mean(losses[-4:]) < np.mean(losses[:4])
   tokens = jnp.asarray(tiny_tokens)
   exact = tiny_model.apply({"params": tiny_params}, tokens)
-  logits = tiny_model.apply({"params": prepared.params}, tokens)
+  logits = tiny_model.apply({"params": made.params}, tokens)
   assert relative_error(logits, exact) < 1e-4
 
 

@@ -60,8 +60,9 @@ def write(folder, index, saved=True, last=False):
   )
 
 
-def tune(folder, step):
-  folder.write_tuning({"s": jnp.full(3, step)}, [1 / n for n in range(1, step + 1)], 2)
+def take(folder, stage, step):
+  losses = [1 / n for n in range(1, step + 1)]
+  folder.write_step(stage, {"s": jnp.full(3, step)}, losses, 2)
 
 
 LEARNED = {"layers_0/mlp/up_proj": jnp.float32([1, 2]), "layers_1/a/b": None}
@@ -71,6 +72,8 @@ REWRITTEN = {
 }
 STEPS = (
   lambda folder: folder.begin(IDENTITY, PLACE),
+  lambda folder: take(folder, "learning", 1),
+  lambda folder: take(folder, "learning", 2),
   lambda folder: folder.write_prepared(REWRITTEN, LEARNED, {"losses": [0.5]}),
   lambda folder: write(folder, 0),
   lambda folder: write(folder, 1, saved=False),
@@ -79,9 +82,9 @@ STEPS = (
   lambda folder: write(folder, 4),
   lambda folder: write(folder, 5, saved=False),
   lambda folder: write(folder, 6, last=True),
-  lambda folder: tune(folder, 1),
-  lambda folder: tune(folder, 2),
-  lambda folder: tune(folder, 3),
+  lambda folder: take(folder, "tuning", 1),
+  lambda folder: take(folder, "tuning", 2),
+  lambda folder: take(folder, "tuning", 3),
   lambda folder: folder.finish({"loss": 1.0}, {"calibration": 1.5, "tuning": 6.5}),
 )
 """A run of seven layers that saves its hidden states now and then."""
@@ -91,11 +94,14 @@ def next_step(folder):
   """The step of `STEPS` that a resumed run does first."""
   if folder.ended:
     return len(STEPS)
-  if tuning := folder.read_tuning():
-    return 9 + len(tuning.losses)
+  if tuning := folder.read_steps("tuning"):
+    return 11 + len(tuning.losses)
   if folder.finished:
-    return 2 + len(folder.finished)
-  return 2 if folder.read_prepared() else 1
+    return 4 + len(folder.finished)
+  if folder.read_prepared():
+    return 4
+  learning = folder.read_steps("learning")
+  return 1 + (len(learning.losses) if learning else 0)
 
 
 def go_on(path):
@@ -212,7 +218,7 @@ def test_a_kill_between_any_two_writes_costs_its_step_alone(undisturbed, tmp_pat
 
 def test_a_kill_while_a_folder_is_opened_costs_nothing(undisturbed, tmp_path):
   """From an empty place, and while leftovers are removed."""
-  left = shutil.copytree(undisturbed[1][7], tmp_path / "left")
+  left = shutil.copytree(undisturbed[1][9], tmp_path / "left")
   (left / "layers/layers_6.safetensors").write_bytes(b"x")
   (left / "streams/9-float.safetensors.partial-0").write_bytes(b"x")
   for source in (None, left):
@@ -232,7 +238,7 @@ def test_a_kill_while_a_folder_is_opened_costs_nothing(undisturbed, tmp_path):
           folder.begin(IDENTITY, PLACE)
       except Killed:
         was_killed = True
-      assert go_on(path) == (1 if source is None else 8)
+      assert go_on(path) == (1 if source is None else 10)
       assert result(path) == result(undisturbed[0])
     assert at > 20
 
@@ -243,10 +249,15 @@ def test_an_older_state_beside_newer_files_loses_no_finished_work(
   """It is refused, unless a kill just then would have cost as much."""
   after = undisturbed[1]
   states = [run_folder.read_state(path) for path in after]
-  steps = [len(one["tuning"]["losses"]) if one["tuning"] else 0 for one in states]
+  steps = lambda one: len(one["losses"]) if one else 0
   work = [
-    (one["prepared"] is None, len(one["layers"]), step)
-    for one, step in zip(states, steps, strict=True)
+    (
+      steps(one["learning"]),
+      one["prepared"] is None,
+      len(one["layers"]),
+      steps(one["tuning"]),
+    )
+    for one in states
   ]
   for newer in range(len(after)):
     for older in range(newer):
@@ -278,7 +289,7 @@ def test_layers_and_streams_come_back_bit_for_bit(tmp_path):
 
 
 def test_what_was_prepared_comes_back(undisturbed):
-  with RunFolder(undisturbed[1][1], resume=True) as folder:
+  with RunFolder(undisturbed[1][3], resume=True) as folder:
     back = folder.read_prepared()
   assert_same(back[:2], (REWRITTEN, LEARNED))
   assert back[2] == {"losses": [0.5]}
@@ -290,9 +301,10 @@ def test_the_clock_is_that_of_what_is_not_done_again(undisturbed):
     with RunFolder(path, resume=True, read_only=True) as folder:
       seconds.append(folder.clock["seconds"])
   calibration = {"calibration": 1.5}
-  assert seconds[:2] == [{}, {}] and seconds[2:9] == [calibration] * 7
+  learned = [{"preparation": total} for total in (2, 4, 4)]
+  assert seconds[:4] == [{}, *learned] and seconds[4:11] == [calibration] * 7
   tuned = [calibration | {"tuning": total} for total in (2, 4, 6, 6.5)]
-  assert seconds[9:] == tuned
+  assert seconds[11:] == tuned
 
 
 def test_layers_after_the_last_hidden_states_are_kept(tmp_path):
@@ -411,7 +423,7 @@ def test_a_folder_below_a_file_and_a_lock_that_is_a_folder_are_refused(tmp_path)
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_every_damaged_file_is_named_and_none_is_used(undisturbed, tmp_path, how):
-  path = shutil.copytree(undisturbed[1][9], tmp_path / "run")
+  path = shutil.copytree(undisturbed[1][11], tmp_path / "run")
   before = tree_bytes(path)
   assert len(before) == 13
   for name, data in before.items():
@@ -451,7 +463,7 @@ UNEXPECTED = (
   "streams/7-float.safetensors",
   "streams/1-float.safetensors",
   "tuning/9.safetensors",
-  "prepared/learned.safetensors",
+  "prepared/2-learned.safetensors",
 )
 
 
@@ -628,13 +640,13 @@ def test_a_second_process_is_refused(tmp_path):
 def test_other_processes_of_a_job_read_and_never_write(undisturbed, tmp_path):
   with pytest.raises(FileNotFoundError, match="name an --out that all processes see"):
     RunFolder(tmp_path / "none", read_only=True)
-  path = shutil.copytree(undisturbed[1][9], tmp_path / "run")
+  path = shutil.copytree(undisturbed[1][11], tmp_path / "run")
   before = tree_bytes(path)
   with RunFolder(path, resume=True), RunFolder(path, read_only=True) as reader:
     assert reader.begin({}, {}) == [] and len(reader.finished) == 7
     for step in STEPS:
       step(reader)
-    assert reader.read_tuning().losses == [1.0] and reader.ended is None
+    assert reader.read_steps("tuning").losses == [1.0] and reader.ended is None
   assert tree_bytes(path) == before
 
 

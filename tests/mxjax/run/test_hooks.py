@@ -13,7 +13,7 @@ import pytest
 import mxjax
 from mxjax import errors
 from mxjax.calibration.calibration import Calibration
-from mxjax.methods.program import LinearResult, Prepared, Program, Shaping
+from mxjax.methods.program import Learning, LinearResult, Prepared, Program, Shaping
 from mxjax.methods.program_source import source_digests
 from mxjax.methods.recovery import RecoveryFit
 from mxjax.numerics.mxfp4 import Rules
@@ -63,6 +63,21 @@ def rewritten(change):
   def prepare(self, params, calib, contract):
     weight = change(params["layer"]["mlp"]["up_proj"]["weight"])
     return Prepared({**params, "layer": {"mlp": {"up_proj": {"weight": weight}}}})
+
+  return prepare
+
+
+def learning(**parts):
+  """A `prepare` that learns nothing in two steps, with some of its parts replaced."""
+
+  def prepare(self, params, calib, contract):
+    whole = {
+      "start": lambda: np.ones(2, np.float32),
+      "steps": 2,
+      "step": lambda now, losses: (now, 1.0),
+      "finish": lambda now, losses: Prepared(params),
+    }
+    return Learning(**whole | parts)
 
   return prepare
 
@@ -121,6 +136,44 @@ def test_a_wrong_result_of_a_hook_names_linear_and_hook():
         "as its record what JSON has",
       ),
       (quantize(prepare=none), "prepare: expected", "got None"),
+      (quantize(prepare=learning(steps="2")), "prepare: Learning: ", "got '2'"),
+      (quantize(prepare=learning(sequences=0)), "prepare: Learning: ", "at least 1"),
+      (quantize(prepare=learning(step=None)), "prepare: Learning: ", "a function"),
+      (
+        quantize(prepare=learning(start=lambda: 1.0)),
+        "prepare: what a step learns: ",
+        "got float",
+      ),
+      (
+        quantize(prepare=learning(start=lambda: np.ones(2))),
+        "prepare: what a step learns: ",
+        "an array of float64",
+      ),
+      (
+        quantize(prepare=learning(step=lambda now, losses: (now, "low"))),
+        "prepare: a step of learning: ",
+        "as its loss a number, got str",
+      ),
+      (
+        quantize(prepare=learning(start=lambda: jax.random.key(0))),
+        "prepare: what a step learns: ",
+        "an array of key",
+      ),
+      (
+        quantize(prepare=learning(step=lambda now, losses: now)),
+        "prepare: a step of learning: ",
+        "a tuple of what is learned now, and the loss, got ",
+      ),
+      (
+        quantize(prepare=learning(step=lambda now, losses: (now.astype("int32"), 1.0))),
+        "prepare: what a step learns: ",
+        "['int32[2]']",
+      ),
+      (
+        quantize(prepare=learning(step=lambda now, losses: ([now], 1.0))),
+        "prepare: what a step learns: ",
+        "same structure",
+      ),
     ],
     errors.TypeRefusal,
   )

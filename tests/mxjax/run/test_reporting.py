@@ -39,6 +39,14 @@ def test_a_heartbeat_speaks_while_nothing_returns():
   assert len(said) == ended
 
 
+def test_a_heartbeat_tells_what_is_left_of_what_was_left():
+  beat = reporting.Heartbeat(print, "layer 1/2")
+  beat.at("layer 2/2", 90.0)
+  assert re.fullmatch(r"still at layer 2/2, for 0 s; about (89|90) s left", beat.line())
+  beat.at("layer 2/2", 0.0)
+  assert beat.line() == "still at layer 2/2, for 0 s"
+
+
 def test_a_heartbeat_is_silent_while_others_speak():
   said = []
   with reporting.Heartbeat(said.append, "loading", 0.5) as heartbeat:

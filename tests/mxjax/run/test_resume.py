@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import hashlib
 import itertools
+import math
 import os
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,8 +22,9 @@ import mxjax
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.methods.hires import stage3
-from mxjax.methods.program import Prepared
+from mxjax.methods.program import Learning, Prepared
 from mxjax.models import CausalLM
+from mxjax.numerics.shaping import orthogonal
 from mxjax.run import folder as run_folder
 from mxjax.run import quantize
 from mxjax.run.progress import Stopped
@@ -390,6 +393,117 @@ def test_what_was_prepared_is_not_prepared_again(tiny_params, calib, tmp_path):
   assert len(calls) == 2
   assert bits(again.params) == bits(undisturbed.params)
   assert again.record.preparation == {"losses": [1.0]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Louder(mxjax.Program):
+  """Learns in three steps by what the last norm is multiplied, from a weak type on."""
+
+  name: str = "louder"
+  diverges: bool = False
+
+  def prepare(self, params, calib, contract):
+    def step(gain, losses):
+      loss = math.nan if self.diverges else 2 / (1 + len(losses))
+      return gain + 1 / (3 + len(losses)), loss
+
+    def finish(gain, losses):
+      weight = params["norm"]["weight"]
+      norm = {"weight": weight * gain.astype(weight.dtype)}
+      return Prepared({**params, "norm": norm}, record={"losses": losses})
+
+    return Learning(
+      start=lambda: jnp.asarray(1.0), steps=3, step=step, finish=finish, sequences=2
+    )
+
+
+def test_learning_killed_at_every_durable_event(tiny_params, calib, tmp_path):
+  """A resumed run takes the steps that are left, to the same bits."""
+  folder, copies, told = tmp_path / "run", [], []
+
+  def copy(number, name):
+    place = tmp_path / f"{number:03d} {name}"
+    if (folder / "state.json").is_file():
+      copies.append(shutil.copytree(folder, place))
+
+  with watched(copy):
+    whole = run(tiny_params, calib, folder, Louder(), on_progress=told.append)
+  expected, seen = bits(whole.params), set()
+  assert expected == bits(run(tiny_params, calib, None, Louder()).params)
+  assert whole.record.preparation == {"losses": [2.0, 1.0, 2.0 / 3]}
+  fractions = [now.fraction for now in told]
+  assert fractions == sorted(fractions) and fractions[-1] < 1
+  # Each of six sequences counts as much as eight of the two of the layers.
+  assert [(now.stage, round(now.fraction, 9)) for now in told][:5] == [
+    ("learning 0/3", 0.0),
+    ("learning 1/3, loss 2.0000", 0.32),
+    ("learning 2/3, loss 1.0000", 0.64),
+    ("learning 3/3, loss 0.6667", 0.96),
+    ("calibration", 0.96),
+  ]
+  for place in copies:
+    state = run_folder.read_state(place)
+    done = (
+      3 if state["prepared"] else len((state["learning"] or {"losses": []})["losses"])
+    )
+    again = []
+    resumed = run(
+      tiny_params, calib, place, Louder(), resume=True, on_progress=again.append
+    )
+    assert bits(resumed.params) == expected, place.name
+    assert resumed.record.preparation == whole.record.preparation
+    before = sum((state["learning"] or {"seconds": []})["seconds"])
+    assert resumed.record.clock.seconds["preparation"] > before
+    # A resumed run is as far as what it does not do again.
+    fractions = [now.fraction for now in again]
+    assert fractions == sorted(fractions)
+    assert not fractions or fractions[0] >= 0.319 * done, place.name
+    stages = [now.stage for now in again if now.stage.startswith("learning")]
+    is_left = done < 3
+    assert len(stages) == (4 - done if is_left else 0), place.name
+    if is_left:
+      assert stages[0] == f"learning {done}/3"
+    assert not [*(place / "learning").iterdir()]
+    seen.add((done, state["prepared"] is not None))
+  assert seen == {(0, False), (1, False), (2, False), (3, False), (3, True)}
+
+
+def test_a_loss_that_is_not_finite_is_refused_at_its_step(tiny_params, calib):
+  program = Louder(diverges=True)
+  with pytest.raises(
+    FloatingPointError, match=r"prepare: learning: .*nan at step 1 of"
+  ):
+    run(tiny_params, calib, None, program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "method", ["spinquant:steps=4:batch=1", "focus:batch=1:epochs=2"]
+)
+def test_a_baseline_that_was_stopped_in_learning_goes_on_there(
+  tiny_params, calib, tmp_path, monkeypatch, method
+):
+  # So often that some matrices are renewed before the stop and some after it.
+  monkeypatch.setattr(orthogonal, "RENEWAL", 2)
+  whole = run(tiny_params, calib, None, method)
+
+  def stop_at(label):
+    def follow(now):
+      if now.stage.startswith(label):
+        raise KeyboardInterrupt
+
+    return follow
+
+  with pytest.raises(KeyboardInterrupt):
+    run(
+      tiny_params, calib, tmp_path / "run", method, on_progress=stop_at("learning 2/")
+    )
+  told = []
+  options = {"resume": True, "on_progress": told.append}
+  resumed = run(tiny_params, calib, tmp_path / "run", method, **options)
+  assert bits(resumed.params) == bits(whole.params)
+  assert resumed.record.preparation == whole.record.preparation
+  assert not [now for now in told if now.stage.startswith("learning 1/")]
 
 
 def test_a_run_with_a_store_resumes_too(tiny_params, calib, tmp_path):
