@@ -3,8 +3,7 @@
     state.json            what is finished, with the SHA-256 of each of its files
     lock                  empty; the process that writes holds it
     learning/STEP         what `prepare` has learned so far, if it learns in steps
-    prepared/             what `prepare` produced, if anything; behind the number of
-                          its steps, if it learned in steps
+    prepared/             what `prepare` produced; names begin with its steps, if any
     layers/NAME           finished layers
     streams/INDEX-NAME    hidden states entering layer INDEX, if the run saves them
     tuning/STEP           what tuning has learned so far, if the program tunes
