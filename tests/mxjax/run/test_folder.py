@@ -307,6 +307,18 @@ def test_the_clock_is_that_of_what_is_not_done_again(undisturbed):
   assert seconds[11:] == tuned
 
 
+def test_a_folder_of_before_there_was_learning_is_resumed(tmp_path):
+  path = make(tmp_path / "run")
+  state = json.loads((path / "state.json").read_bytes())
+  del state["learning"]
+  digested_json.write(path / "state.json", state)
+  with RunFolder(path, resume=True) as folder:
+    folder.begin(IDENTITY, PLACE)
+    assert folder.read_steps("learning") is None and folder.learned_sequences == 0
+    write(folder, 2)
+  assert len(run_folder.read_state(path)["layers"]) == 3
+
+
 def test_layers_after_the_last_hidden_states_are_kept(tmp_path):
   path = make(tmp_path / "run", layers=1)
   saved = names(path)

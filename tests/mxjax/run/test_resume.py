@@ -468,6 +468,31 @@ def test_learning_killed_at_every_durable_event(tiny_params, calib, tmp_path):
   assert seen == {(0, False), (1, False), (2, False), (3, False), (3, True)}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Idle(mxjax.Program):
+  """Learns in a step, and leaves the model as it was."""
+
+  def prepare(self, params, calib, contract):
+    return Learning(
+      start=lambda: jnp.ones(2),
+      steps=1,
+      step=lambda now, losses: (now, 1.0),
+      finish=lambda now, losses: Prepared(params),
+    )
+
+
+def test_steps_that_lead_to_nothing_leave_no_file(tiny_params, calib, tmp_path):
+  program, folder = Idle(name="idle"), tmp_path / "run"
+  with pytest.raises(Stopped):
+    run(tiny_params, calib, folder, program, stop=lambda: True)
+  assert not [*(folder / "learning").iterdir()]
+  told = []
+  options = {"resume": True, "on_progress": told.append}
+  resumed = run(tiny_params, calib, folder, program, **options)
+  assert bits(resumed.params) == bits(run(tiny_params, calib, None, program).params)
+  assert not [now for now in told if now.stage.startswith("learning")]
+
+
 def test_a_loss_that_is_not_finite_is_refused_at_its_step(tiny_params, calib):
   program = Louder(diverges=True)
   with pytest.raises(
