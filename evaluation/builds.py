@@ -65,13 +65,20 @@ def run_method(
   after = subject.replicates * sum(map(np.size, subject.tests.values()))
   share = before / (before + after)
   follow = on_progress or (lambda now: None)
+
+  def build(now: progress.Progress) -> None:
+    nonlocal share
+    # With what a program learns of its own, the build takes 1 / (1 - learned) as long.
+    share = before / (before + (1 - now.learned) * after)
+    follow(now._replace(fraction=share * now.fraction))
+
   start = time.perf_counter()
   result = quantize.run(
     subject.params,
     Calibration(subject.model, tokens),
     program,
     mesh=subject.mesh,
-    on_progress=lambda now: follow(now._replace(fraction=share * now.fraction)),
+    on_progress=build,
     **options,
   )
   seconds = time.perf_counter() - start

@@ -482,6 +482,40 @@ def test_the_page_tells_what_more_calibration_text_brings():
   )
 
 
+def test_the_page_tells_of_other_methods_after_128_rows():
+  files = "hires_next_smollm2_128", "hires_next_smollm2_128_others"
+  named = {
+    (name.replace("+tune:epochs=1", ""), text): kl
+    for (name, text), kl in kl_of_draw(files, 128).items()
+  }
+  page, of = of_page("results/hires_next.md"), {}
+  for name in ("wush", "hires-next"):
+    of[name] = listed(f"{named[name, text].mean():.3f}"[1:] for text in TEXTS)
+  assert f"WUSH has a KL of {of['wush']} on WikiText-2, C4, Python and German" in page
+  assert f"`hires-next`, tuned in one pass, of {of['hires-next']}" in page
+  chain = "hires-rotated", "hires-next", "hires", "wush"
+  for better, worse, told in zip(
+    chain,
+    chain[1:],
+    (
+      "`hires-rotated` {} % below `hires-next`",
+      "`hires-next` {} % below HiRes",
+      "HiRes is {} % below WUSH",
+    ),
+    strict=False,
+  ):
+    shares = [round(clear_share(named, better, worse, text)[0]) for text in TEXTS]
+    assert told.format(listed(shares)) in page
+  draws = [kl_of_draw(["hires_next_smollm2"], draw) for draw in (1, 2, 3)]
+  moves = [f"{moved_by(named, draws, 'hires-next', text):+.0f}" for text in TEXTS]
+  assert f"KL of `hires-next` moves by {listed(moves)} %." in page
+  minutes = [
+    f"{sum(row['stage_seconds'].values()) / 60:.0f}"
+    for row in rows_of("hires_next_smollm2_128_others")[1:]
+  ]
+  assert f"The builds took {' and '.join(minutes)} min" in page
+
+
 def test_the_page_tells_what_whole_maps_bring_with_more_text():
   shares, clear = [], 0
   for model in ("llama", "qwen3"):

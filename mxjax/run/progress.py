@@ -14,13 +14,15 @@ from mxjax.run.record import StageClock
 class Progress(NamedTuple):
   """Position of a run: current layer, number of layers, current stage or linear.
 
-  `fraction` is the finished share of the whole run.
+  `fraction` is the finished share of the whole run, and `learned` the share that a
+  program's own learning before the layers takes, as far as this process knows it.
   """
 
   layer: int
   layers: int
   stage: str
   fraction: float
+  learned: float = 0.0
 
 
 OnProgress = Callable[[Progress], None]
@@ -83,7 +85,7 @@ class Report:
     if self.on_progress:
       # What a program learns of its own comes before all the rest.
       fraction = self._learned + (1 - self._learned) * fraction
-      self.on_progress(Progress(layer, self.layers, label, fraction))
+      self.on_progress(Progress(layer, self.layers, label, fraction, self._learned))
 
   def begin_layer(self, index: int, largest: int) -> None:
     """Begins a layer, whose largest array has so many bytes."""
@@ -147,8 +149,8 @@ class Report:
     if loss is not None:
       label += f", loss {loss:.4f}"
     if self.on_progress:
-      fraction = self._learned * step / steps
-      self.on_progress(Progress(0, self.layers, label, fraction))
+      share = self._learned
+      self.on_progress(Progress(0, self.layers, label, share * step / steps, share))
 
   def tuning(self, step: int, steps: int, divergence: float | None) -> None:
     """Tells the finished steps of tuning, and the last one's divergence in nats."""

@@ -45,3 +45,23 @@ def test_a_weight_only_build_is_held_against_weight_only_rtn(prepared, tmp_path)
   loose = row["baseline"]["perplexity"]["text"]
   assert loose["values"] != strict["perplexity"]["text"]["values"]
   assert "of RTN" in page.verdict([row])
+
+
+def test_time_left_counts_what_a_program_learns(prepared):
+  """Layers and windows that follow have their tokens' part of what learning leaves."""
+  seen = []
+  builds.run_method(
+    prepared.subject,
+    prepared.tokens,
+    "spinquant:steps=3:batch=2",
+    on_progress=seen.append,
+    check=False,
+    probe=False,
+  )
+  fractions = [now.fraction for now in seen]
+  assert fractions == sorted(fractions) and fractions[-1] == 1
+  [learned] = {now.learned for now in seen if now.stage.startswith("learning")}
+  windows = [now for now in seen if now.stage.startswith(subjects.EVALUATING)]
+  # 64 tokens calibrate and 64 are evaluated; learning takes 6 / 2 * 8 as long as one.
+  assert learned == pytest.approx(24 / 25)
+  assert windows[0].fraction == pytest.approx(25 / 26)
