@@ -5,9 +5,11 @@
 
 Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
 documents in the file, of 2,048 tokens for SmolLM2-135M-Instruct and of 512 for a small
-trained model. Draw 128 has the paper's number of rows, which are 56 to 183. Windows to
-measure on have the same length, 8 of each text (16 for a small model), and there are
-four kinds of text, none of which any draw reads:
+trained model. Draw 128 has the paper's number of rows, which are 56 to 183. Draws 512
+and 513 of a small model have as many tokens as the paper, in rows 184 to 695 and 696 to
+1,207, and draw 1024 has both. Windows to measure on have the same length, 8 of each
+text (16 for a small model), and there are four kinds of text, none of which any draw
+reads:
 
   WikiText-2   the test set from its start
   C4           rows 40 and on of the documents
@@ -72,9 +74,13 @@ REFERENCE, PAPER, NEXT = "hires I + II", "hires", "hires-next"
 FLOAT, CONTROL = "float", "float, labels"
 WITHOUT_LABELS = "+tune:label_weight=0"
 PAPER_AMOUNT = 128
+SMALL_AMOUNT = 512
 DRAWS = {
   **{draw: slice(8 * draw - 8, 8 * draw) for draw in (1, 2, 3)},
   PAPER_AMOUNT: slice(56, 56 + PAPER_AMOUNT),
+  SMALL_AMOUNT: slice(184, 184 + SMALL_AMOUNT),
+  SMALL_AMOUNT + 1: slice(184 + SMALL_AMOUNT, 184 + 2 * SMALL_AMOUNT),
+  2 * SMALL_AMOUNT: slice(184, 184 + 2 * SMALL_AMOUNT),
 }
 """Rows of C4 by calibration draw.
 
@@ -172,7 +178,8 @@ def texts(data, german, source=None):
     return np.concatenate([rows(ids, count // len(names)) for ids in parts])
 
   c4_ids = read("C4", common.c4_text(data))
-  c4 = rows(c4_ids, DRAWS[PAPER_AMOUNT].stop)
+  # The last windows are those on which nothing is chosen or learned.
+  c4 = rows(c4_ids, len(c4_ids) // length - count)
   wikitext_ids = read("WikiText-2", (data / common.WIKITEXT).read_text())
   if source is None:
     wikitext = common.smollm2_ids(data)[1]
@@ -193,7 +200,7 @@ def texts(data, german, source=None):
     "Python": of_modules(VALIDATION_MODULES)[::2],
     "German": messages[count : count + count // 2],
   }
-  draws = {draw: c4[of_draw] for draw, of_draw in DRAWS.items()}
+  draws = {draw: c4[of] for draw, of in DRAWS.items() if of.stop <= len(c4)}
   kept_back = {"WikiText-2": last(wikitext_ids), "C4": last(c4_ids)}
   return Texts(draws, test, validation, kept_back, sources)
 
@@ -622,7 +629,7 @@ def main():
       **entries,
       "texts": measure(windows, quantized),
     }
-    if name in weights_of(options.method) and not options.kept_back:
+    if not options.kept_back:
       row["validation"] = measure(found.validation, quantized)
     rows.append(row)
     common.write(options.out, {**made, **shared, "rows": rows})

@@ -537,6 +537,153 @@ def test_the_page_tells_what_whole_maps_bring_with_more_text():
   assert "largest on C4" in page
 
 
+def codes_against_factors(file, base, draw):
+  """By ending of a row's name and text: how far KL and perplexity moved, in %, and
+  whether KL is clear of zero."""
+  rows = {row["name"]: row for row in rows_of(file) if row["draw"] == draw}
+  moves = {}
+  for name, row in rows.items():
+    if name in ("float", base):
+      continue
+    for text in TEXTS:
+      kl, before = (np.array(of["texts"][text]["kl"]) for of in (row, rows[base]))
+      apart = kl - before
+      half = 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
+      loss = [np.mean(of["texts"][text]["loss"]) for of in (row, rows[base])]
+      moves[name.removeprefix(base), text] = (
+        100 * apart.mean() / before.mean(),
+        100 * np.expm1(loss[0] - loss[1]),
+        abs(apart.mean()) > half,
+      )
+  return moves
+
+
+def test_the_page_tells_where_learned_codes_pay():
+  page, base = of_page("results/hires_next.md"), "hires-rotated+tune:label_weight=0"
+  taken, clear, perplexity = {}, {}, []
+  for model, draws in (("llama", (512, 513, 1024)), ("qwen3", (512, 513))):
+    for draw in draws:
+      file = f"learned_codes_{model}"
+      moves = codes_against_factors(file, base, draw)
+      for (end, _), (move, of, is_clear) in moves.items():
+        assert move < 0
+        clear.setdefault(end, []).append(is_clear)
+        perplexity += [of] * (end == ":code_rate=0.03")
+      kl = kl_of_draw([file], draw)
+      of = lambda name, kl=kl: np.mean([kl[name, text] for text in TEXTS])
+      for rate in ("0.015", "0.03"):
+        share = 100 * (1 - of(f"{base}:code_rate={rate}") / of(base))
+        taken.setdefault((model, rate), []).append(f"{share:.0f}")
+  of = {
+    key: listed(shares) if len(shares) > 1 else shares[0]
+    for key, shares in taken.items()
+  }
+  assert f"it takes {of['llama', '0.03']} % off the KL of Llama" in page
+  assert f"and {of['qwen3', '0.03']} % off that of Qwen3" in page
+  assert all(clear[":code_rate=0.03"])
+  assert (
+    f"At .015 it takes {of['llama', '0.015']} % and {of['qwen3', '0.015']} %, which is "
+    f"clear of zero on {sum(clear[':code_rate=0.015'])} of the 20 pairs" in page
+  )
+  assert f"by {min(perplexity):+.0f} to {max(perplexity):+.0f} %" in page
+
+
+def test_the_page_tells_of_other_rates_of_codes_and_of_labels_beside_them():
+  page, base = of_page("results/hires_next.md"), "hires-rotated+tune:label_weight=0"
+  kl = kl_of_draw(["learned_codes_rates_llama"], 512)
+  of = lambda name: np.mean([kl[name, text] for text in TEXTS])
+  ends = ":code_rate=0.06", ":code_rate=0.12", ":steps=256:code_rate=0.015"
+  low, high, long = (100 * (of(base + end) / of(base) - 1) for end in ends)
+  assert abs(long) < 0.5
+  assert (
+    f"codes take {-low:.0f} % off at a rate of .06, add {high:.0f} % at .12" in page
+  )
+  moves = codes_against_factors("learned_codes_rates_llama", "hires-rotated", 512)
+  raised, lowered = (
+    listed(f"{abs(moves['+tune:code_rate=0.03', text][place]):.0f}" for text in TEXTS)
+    for place in (0, 1)
+  )
+  assert (
+    f"raises the KL of `hires-rotated` by {raised} % on WikiText-2, C4, Python and "
+    f"German, and lowers perplexity by {lowered} %" in page
+  )
+
+
+def test_the_page_tells_how_far_gradients_of_two_halves_agree():
+  told = {"codes": [], "factors": []}
+  files = (ROOT / "benchmarks" / "results").glob("gradient_agreement_*.json")
+  models = [json.loads(file.read_text()) for file in sorted(files)]
+  assert [one["model"][-5:] for one in models] == ["llama", "qwen3"]
+  for part, by_rows in told.items():
+    for rows in ("8", "32", "256"):
+      values = [one["agreement_by_rows"][rows][part] for one in models]
+      by_rows.append(" and ".join(f"{value:.2f}"[1:] for value in values))
+  page, (few, more, most) = of_page("results/hires_next.md"), told["codes"]
+  assert (
+    f"at the codes is {few} on Llama and Qwen3 with 4,096 tokens in each half, {more} "
+    f"with 16,384, and {most} with 131,072" in page
+  )
+  few, more, most = told["factors"]
+  assert f"At the factors it is {few}, {more}, and {most}" in page
+
+
+def test_the_page_tells_what_learned_codes_and_maps_do_on_smollm2():
+  page, base = (
+    of_page("results/hires_next.md"),
+    "hires-rotated+tune:epochs=1:label_weight=0",
+  )
+  moves = codes_against_factors("learned_codes_smollm2", base, 128)
+  moves |= codes_against_factors("learned_maps_smollm2", base, 128)
+  column = lambda end, place, form: listed(
+    form.format(moves[end, text][place]) for text in TEXTS
+  )
+  high, low = ":code_rate=0.03", ":code_rate=0.015"
+  changed = {
+    (name, row["name"], row["draw"]): 100
+    * np.mean(row["tuning"]["changed_codes_by_layer"])
+    for name in ("smollm2", "llama", "qwen3")
+    for row in rows_of(f"learned_codes_{name}")
+    if "code_rate" in row["name"]
+  }
+  of_small = {
+    rate: [
+      f"{share:.1f}"
+      for (model, name, _), share in sorted(changed.items(), key=lambda one: one[1])
+      if model != "smollm2" and name.endswith(rate)
+    ]
+    for rate in (high, low)
+  }
+  here = lambda rate: changed["smollm2", base + rate, 128]
+  for told in (
+    f"changes {here(high):.1f} % of the codes, as it does on the small models, where "
+    f"it changes {of_small[high][0]} to {of_small[high][-1]} %, and "
+    "raises KL on WikiText-2, C4, Python and German by "
+    f"{column(high, 0, '{:.0f}')} %",
+    f"changes {here(low):.2f} %, where it changes {of_small[low][0]} to "
+    f"{of_small[low][-1]} % of those of the small models: it moves KL by "
+    f"{column(low, 0, '{:+.1f}')} %",
+    f"raise KL by {column(':map_rate=0.001', 0, '{:.0f}')} %",
+  ):
+    assert told in page, told
+  kl = kl_of_draw(["hires_next_smollm2_128", "learned_codes_smollm2"], 128)
+  labels = base.removesuffix(":label_weight=0")
+  shares = [round(clear_share(kl, base, labels, text)[0]) for text in TEXTS]
+  loss = {
+    (row["name"], text): np.mean(row["texts"][text]["loss"])
+    for file in ("hires_next_smollm2_128", "learned_codes_smollm2")
+    for row in rows_of(file)
+    for text in TEXTS
+  }
+  raised = [round(100 * np.expm1(loss[base, t] - loss[labels, t])) for t in TEXTS]
+  told = (
+    f"lowers the KL of `hires-rotated` by {listed(shares)} %, and raises perplexity by "
+    f"{listed(raised)} %"
+  )
+  assert told in page, told
+  values = listed(f"{kl[base, text].mean():.3f}"[1:] for text in TEXTS)
+  assert f"Its KL is then {values}" in page, values
+
+
 def test_the_estimates_of_maps_are_those_that_were_timed():
   file = ROOT / "benchmarks" / "results" / "map_work.json"
   timed = json.loads(file.read_text())["flop_for_an_element"]

@@ -175,6 +175,22 @@ def _prediction_flops(
   return 2 * tokens * (gradients + distillation)
 
 
+def learned_bytes(planned: Plan, program: Program) -> dict[str, int]:
+  """Counts bytes of what tuning learns of maps and codes, beside `Plan`'s.
+
+  Returns:
+    `memory` of the process that holds the whole model, of which a mesh shares nothing;
+    and `disk` of the run folder while it is written, half of which it keeps.
+  """
+  if program.tune is None:
+    return {"memory": 0, "disk": 0}
+  inputs = planned.blocks * mxfp4.BLOCK_SIZE
+  numbers = program.tune.learned_numbers(planned.target_weights, inputs)
+  # With Adam's two moments, and in memory with their gradients; a file of before is
+  # removed when the next is there.
+  return {"memory": 4 * 4 * numbers, "disk": 2 * 3 * 4 * numbers}
+
+
 def stored(config: ModelConfig, program: Program) -> dict[str, Any]:
   """Computes the bytes that a model of a method stores, by what takes them.
 

@@ -103,7 +103,9 @@ def _of_sequence(
   shared: Any,
   own: list[Any],
   example: Example,
+  sums: tuple[Any, list[Any]],
 ) -> Gradients:
+  """Adds a sequence's gradients to `sums`, whose list it empties as it goes."""
   hidden = _forward(objective, "embed", shared, outer, example.ids)
   # Forward, keeping what enters each layer: nothing inside a layer is kept.
   entering = []
@@ -117,9 +119,11 @@ def _of_sequence(
     args = shared, learned, entering.pop(), layer
     more, gradient, cotangent = _backward(objective, "layer", 3, cotangent, *args)
     total = _add(total, more)
-    gradients.append(gradient)
+    # Added layer by layer, so that only one layer's gradients are in memory twice.
+    gradients.append(_add(sums[1].pop(), gradient))
   (more,) = _backward(objective, "embed", 1, cotangent, shared, outer, example.ids)
-  return Gradients(float(shown), _add(total, more), gradients[::-1])
+  total = _add(sums[0], _add(total, more))
+  return Gradients(float(shown), total, gradients[::-1])
 
 
 def gradients(
@@ -135,13 +139,18 @@ def gradients(
   """
   model, outer = objective.model, outer_params(objective.model, params)
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
-  total, sums = 0.0, None
+  total = 0.0
+  sums: tuple[Any, list[Any]] = None, [None] * len(own)
   for example in examples:
-    one = _of_sequence(objective, outer, layers, shared, own, example)
+    one = _of_sequence(objective, outer, layers, shared, own, example, sums)
     total += one.shown
-    sums = _add(sums, (one.shared, one.own))
-  mean = jax.tree.map(lambda leaf: leaf / len(examples), sums)
-  return Gradients(total / len(examples), *mean)
+    sums = one.shared, one.own
+  mean = lambda tree: jax.tree.map(lambda leaf: leaf / len(examples), tree)
+  # Layer by layer, so that only one layer's sums and means are in memory at once.
+  of_all, of_layers = sums
+  of_layers.reverse()
+  means = [mean(of_layers.pop()) for _ in own]
+  return Gradients(total / len(examples), mean(of_all), means)
 
 
 def chunked_mean(

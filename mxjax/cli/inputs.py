@@ -149,6 +149,17 @@ def _announcement(
   )
   text = lambda data: data or "embedded text"
   memory = numbers.size(planned.peak)
+  # Codes and maps that tuning learns take more than all the rest of a run.
+  learned = [plan.learned_bytes(planned, methods.get(name)) for name in names]
+  sizes = {
+    of: max((one[of] for one in learned), default=0) for of in ("memory", "disk")
+  }
+  besides = (
+    f", and {numbers.size(sizes['memory'])} more while tuning learns, which takes "
+    f"{numbers.size(sizes['disk'])} of a run folder"
+    if sizes["memory"]
+    else ""
+  )
   is_without_data = names and not any(methods.get(name).reads_data for name in names)
   lines = [
     f"method: {', '.join(names)}" if names else "",
@@ -162,7 +173,8 @@ def _announcement(
     else "",
     f"test: {options.windows} x {options.window_length:,} tokens of "
     f"{text(options.data)}, {options.replicates} replicate(s)",
-    f"expected memory: about {memory}, layers {'on disk' if on_disk else 'in memory'}",
+    f"expected memory: about {memory}, layers {'on disk' if on_disk else 'in memory'}"
+    f"{besides}",
   ]
   tests = len(texts.split(options.data or "")) or 1
   tokens = tests * options.windows * options.window_length * options.replicates

@@ -36,8 +36,9 @@ def add_parser(commands: Any) -> None:
     "--method",
     metavar="NAMES",
     help="the bytes that each of these stores, by what takes them, and its time, in "
-    "place of HiRes' storage; memory, disk and passes stay those of HiRes: a comma "
-    f"list of all, paper, or {shared.METHOD_HELP}",
+    "place of HiRes' storage; memory, disk and passes stay those of HiRes, but for "
+    "what tuning learns of maps and codes: a comma list of all, paper, or "
+    f"{shared.METHOD_HELP}",
   )
   shared.add(parser, "--json")
   parser.set_defaults(run=run)
@@ -66,8 +67,9 @@ def run(options: argparse.Namespace) -> None:
   )
   planned = plan_of(sequences=shared.sequences(options))
   stored = {one.name: plan.stored(config, one) for one in programs}
+  learned = {one.name: plan.learned_bytes(planned, one) for one in programs}
   if options.json:
-    asked = {"stored": stored} if stored else {}
+    asked = {"stored": stored, "learned": learned} if stored else {}
     print(json.dumps(planned.to_dict() | asked))
     return
   rate = estimates.products_a_second(planned.dtype)
@@ -85,7 +87,9 @@ def run(options: argparse.Namespace) -> None:
       output.print_table(table)
   output.print_table(_cache_table(planned))
   # Where methods are named, the table of what they store has the time of each.
-  output.print_table(_work_table(planned, None if stored else seconds["hires"]))
+  output.print_table(
+    _work_table(planned, None if stored else seconds["hires"], learned)
+  )
 
 
 def _stored_table(
@@ -172,13 +176,21 @@ def _cache_table(planned: "Plan") -> "Table":
   return Table("keys and values of a sequence", heads, cache)
 
 
-def _work_table(planned: "Plan", seconds: float | None) -> "Table":
-  """Builds the table of what a HiRes run needs; `seconds` are None if nothing tells."""
+def _work_table(
+  planned: "Plan", seconds: float | None, learned: Mapping[str, Mapping[str, int]]
+) -> "Table":
+  """Builds the table of what a HiRes run needs; `seconds` are None if nothing tells.
+
+  `learned` are bytes of `memory` and of `disk` that methods learn besides, by name.
+  """
   from mxjax.evaluation.report import numbers
   from mxjax.evaluation.report.tables import Table
 
   needed = {f"memory, {part}": size for part, size in planned.memory.items()}
   needed["peak memory, by a rule of thumb"] = planned.peak
+  for name, sizes in learned.items():
+    if sizes["memory"]:
+      needed |= {f"{of} besides, what {name} learns": sizes[of] for of in sizes}
   needed |= {f"disk, {place}": size for place, size in planned.disk.items()}
   work = [
     *([what, numbers.size(size)] for what, size in needed.items()),

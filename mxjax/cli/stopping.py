@@ -22,7 +22,8 @@ class Stopper:
 
     def update(now: Progress) -> None:
       # A perplexity is measured again in less time than waiting for it would take, and
-      # so is a step of learning or tuning, after which nobody asks whether to stop.
+      # so is a step of learning or tuning; an interrupt writes the steps that
+      # wait to be written.
       at_once = now.stage.startswith(EVALUATING) or is_in_steps(now.stage)
       self._in_layer = not at_once
       on_progress(now)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mxjax.layers.quantized_linear import (
   QuantizedLinear,
+  element_gradient,
   input_gradient,
   quantized_products,
   quantized_sum,
@@ -100,25 +101,30 @@ class Transformed:
 
 @pytree_nodes.register
 @dataclasses.dataclass(frozen=True)
-class LearnedMap:
-  """A strict linear for learning its input map; never a result.
+class LearnedLinear:
+  """A strict linear for learning its input map and its codes; never a result.
 
   The forward pass folds what is learned into the map U, which becomes (I + A) U F, and
-  so is that of the linear with this map installed, bit for bit, by the same kernels.
+  into the codes, and so is that of the linear with both installed, bit for bit, by the
+  same kernels.
 
   Attributes:
     quantized: The linear, whose arrays get no gradient.
     factor: F, factors on the inputs before the map, float32 `[in_features]`.
     change: A, by block and in coordinates behind the map, float32 `[blocks, 32, 32]`,
       or None.
+    moves: What is added to the weights' elements before they are rounded again, in
+      units of a block's scale, float32 `[out_features, in_features]`, or None. The
+      backward pass takes this rounding for the identity.
   """
 
   quantized: QuantizedLinear
   factor: jax.Array
   change: jax.Array | None = None
+  moves: jax.Array | None = None
 
   def installed(self) -> QuantizedLinear:
-    """Returns the linear with its map changed."""
+    """Returns the linear with its map and its codes changed."""
     learned = input_maps.scaled(self.quantized.input_map, self.factor)
     if self.change is not None:
       identity = jnp.eye(mxfp4.BLOCK_SIZE, dtype=self.change.dtype)[None]
@@ -126,11 +132,55 @@ class LearnedMap:
       # Stored in as many bytes as before.
       dtype = learned.matrix.dtype
       learned = input_maps.BlockDense(followed.matrix.astype(dtype))
-    return dataclasses.replace(self.quantized, input_map=learned)
+    return dataclasses.replace(self._with_codes(), input_map=learned)
+
+  def _with_codes(self) -> QuantizedLinear:
+    """Returns the linear with its codes changed."""
+    if self.moves is None:
+      return self.quantized
+    quantized = self.quantized
+    weight = mxfp4.move(quantized.weight, self.moves, quantized.rules)
+    blocks = mxfp4.weight_blocks(mxfp4.decode(weight, jnp.float32))
+    # The A4 rule's tables, and the scale of a float8 copy, are of the codes before.
+    rounding = quantized.rounding.with_weight(blocks)
+    return dataclasses.replace(
+      quantized, weight=weight, rounding=rounding, float8_scale=None
+    )
 
   def linear(self, x: jax.Array) -> jax.Array:
-    """Multiplies inputs, by the learned map, by the quantized weight; see `linear`."""
-    return _learned_linear(x, self.factor, self.change, self.quantized)
+    """Multiplies inputs, by the learned map, by the learned codes; see `linear`."""
+    learned = self.factor, self.change, self.moves
+    return _learned_linear(x, *learned, self.quantized)
+
+  def gradients(self, x: jax.Array, cotangent: jax.Array) -> tuple[Any, ...]:
+    """Differentiates `linear` with respect to `x`, `factor`, `change` and `moves`.
+
+    `cotangent` is float32.
+    """
+    quantized = self._with_codes()
+    if self.change is not None:
+
+      def mapped(x: jax.Array, factor: jax.Array, change: jax.Array) -> jax.Array:
+        rows = x.astype(jnp.float32).reshape(-1, x.shape[-1]) * factor[None]
+        blocks = mxfp4.to_blocks(rows)
+        if quantized.input_map is not None:
+          blocks = quantized.input_map.apply(blocks)
+        return blocks + block_products(change, blocks)
+
+      at_rounded = rounded_input_gradient(quantized, cotangent)
+      of_map = jax.vjp(mapped, x, self.factor, self.change)[1](at_rounded)
+    else:
+      # Factors alone need no mapped inputs: U' comes to the gradient, once.
+      at_scaled = input_gradient(quantized, cotangent)
+      products = (x.astype(jnp.float32) * at_scaled).reshape(-1, x.shape[-1])
+      # A product with ones: XLA:CPU sums columns ten times slower.
+      ones = jnp.ones(len(products), products.dtype)
+      sums = jnp.dot(ones, products, precision=HIGHEST)
+      gradient = at_scaled * self.factor.reshape((1,) * (x.ndim - 1) + (-1,))
+      of_map = gradient.astype(x.dtype), sums, None
+    if self.moves is None:
+      return *of_map, None
+    return *of_map, element_gradient(self.installed(), x, cotangent)
 
 
 # A rule of its own, because a quantized linear gives its arrays no gradient: that of
@@ -140,38 +190,17 @@ def _learned_linear(
   x: jax.Array,
   factor: jax.Array,
   change: jax.Array | None,
+  moves: jax.Array | None,
   quantized: QuantizedLinear,
 ) -> jax.Array:
-  return linear(x, LearnedMap(quantized, factor, change).installed())
+  return linear(x, LearnedLinear(quantized, factor, change, moves).installed())
 
 
-def _learned_backward(
-  saved: tuple[jax.Array, jax.Array, jax.Array | None, QuantizedLinear],
-  cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
-  x, factor, change, quantized = saved
+def _learned_backward(saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+  x, *learned, quantized = saved
   # In float32 for a bfloat16 model too, whose steps are as large as what is learned.
-  cotangent = cotangent.astype(jnp.float32)
-  if change is not None:
-
-    def mapped(x: jax.Array, factor: jax.Array, change: jax.Array) -> jax.Array:
-      rows = x.astype(jnp.float32).reshape(-1, x.shape[-1]) * factor[None]
-      blocks = mxfp4.to_blocks(rows)
-      if quantized.input_map is not None:
-        blocks = quantized.input_map.apply(blocks)
-      return blocks + block_products(change, blocks)
-
-    at_rounded = rounded_input_gradient(quantized, cotangent)
-    [*at_learned] = jax.vjp(mapped, x, factor, change)[1](at_rounded)
-    return (*at_learned, None)
-  # Factors alone need no mapped inputs: U' comes to the gradient, once.
-  at_scaled = input_gradient(quantized, cotangent)
-  products = (x.astype(jnp.float32) * at_scaled).reshape(-1, x.shape[-1])
-  # A product with ones: XLA:CPU sums columns ten times slower.
-  ones = jnp.ones(len(products), products.dtype)
-  sums = jnp.dot(ones, products, precision=HIGHEST)
-  gradient = at_scaled * factor.reshape((1,) * (x.ndim - 1) + (-1,))
-  return gradient.astype(x.dtype), sums, None, None
+  wide = cotangent.astype(jnp.float32)
+  return *LearnedLinear(quantized, *learned).gradients(x, wide), None
 
 
 _learned_linear.defvjp(
@@ -247,7 +276,7 @@ Weight = (
   | QuantizedLinear
   | StraightThrough
   | Transformed
-  | LearnedMap
+  | LearnedLinear
   | Perturbed
   | RowSharded
 )
@@ -304,7 +333,7 @@ def linear(
       Int8Matrix()
       | StraightThrough()
       | Transformed()
-      | LearnedMap()
+      | LearnedLinear()
       | Perturbed()
       | RowSharded()
     ):

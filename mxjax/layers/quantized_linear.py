@@ -177,6 +177,24 @@ def rounded_input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax
   return mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
 
 
+def element_gradient(
+  weight: QuantizedLinear, x: jax.Array, cotangent: jax.Array
+) -> jax.Array:
+  """Computes the gradient at the weight's elements, in units of their block's scale.
+
+  `x` is `[..., in_features]` and `cotangent` d at the output, `[..., out_features]`;
+  the result is float32 `[out_features, in_features]`. Products are as in
+  `quantized_products`.
+  """
+  dtype = implementations.product_dtype()
+  inputs = quantized_inputs(x, weight).astype(dtype)
+  rows = cotangent.reshape(-1, cotangent.shape[-1]).astype(dtype)
+  gradient = float32_sums(_moved(rows.T), _moved(inputs.T))
+  exponents = weight.weight.scales.astype(jnp.int32) - mxfp4.SCALE_BIAS
+  scale = jnp.repeat(mxfp4.scale_of(exponents), mxfp4.BLOCK_SIZE, axis=-1)
+  return gradient * scale
+
+
 def _moved(transposed: jax.Array) -> jax.Array:
   """Moves a transposed bfloat16 matrix in memory, on a CPU.
 

@@ -1,6 +1,7 @@
 r"""Scale distillation: learns input scales of the quantized linears from predictions.
 
-Codes, exponents and the tables of the A4 rule stay as they are. Learned are one factor
+Exponents stay as they are, and so do the tables of the A4 rule unless codes are learned
+(`code_rate`). Learned are one factor
 for each input channel of every quantized linear, and one for each channel that several
 linears read (q, k, v; gate, up), which acts like the gain of the norm before them. Both
 fold into the input maps, U = U_0 diag(f), so the result has the form and the cost of
@@ -12,13 +13,14 @@ the program's own.
     - \lambda \log p_f(x_{t+1} \mid x_{\le t}) \Bigr]
 
 With a `map_rate`, each block's map is also followed by I + A, with a matrix A that is
-learned in the same way: U = (I + A) U_0 diag(f). It overfits where there is little
-calibration text.
+learned in the same way: U = (I + A) U_0 diag(f). With a `code_rate`, a number is
+learned for each weight, which is added to its element before that is rounded again, at
+the scale that its block has. Both overfit where there is little calibration text.
 
-The forward pass is the strict model; the backward pass takes the A4 rule for the
-identity. Learning the tokens that follow, by the weight lambda, takes 3 to 4 % off the
-perplexity of other text and adds 3 to 6 % to its divergence. Not in the paper; see
-`docs/results/hires_next.md`.
+The forward pass is the strict model; the backward pass takes the A4 rule, and the
+rounding of the weights, for the identity. Learning the tokens that follow, by the
+weight lambda, takes 3 to 4 % off the perplexity of other text and adds 3 to 6 % to its
+divergence. Not in the paper; see `docs/results/hires_next.md`.
 """
 
 import dataclasses
@@ -38,13 +40,17 @@ from mxjax.calibration.calibration import (
   Params,
   replace_weights,
 )
-from mxjax.layers.linear import LearnedMap
+from mxjax.errors import ValueRefusal
+from mxjax.layers.linear import LearnedLinear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.options import Count, Fraction, Positive, Share
 from mxjax.numerics import mxfp4
 
 LABELS_BY_NAT = 2.25
 """Weight of the tokens that follow for each nat of divergence."""
+NEAREST_CODE = 0.25
+"""The least that an element has to move until it is rounded to another code, in units
+of the block's scale: half of the distance of the smallest two."""
 
 
 def _quantized(layer: Params, model: CausalLanguageModel) -> dict[tuple[str, str], Any]:
@@ -68,13 +74,14 @@ def input_factors(
   return factors
 
 
-def learned_maps(layer: Params, own: Any, model: CausalLanguageModel) -> Params:
-  """Returns a layer whose quantized linears have what is learned in their maps."""
-  leaves, changes = _quantized(layer, model), own.get("maps", {})
-  new = {
-    path: LearnedMap(leaves[path], factor, changes.get("/".join(path)))
-    for path, factor in input_factors(own, model).items()
-  }
+def learned_layer(layer: Params, own: Any, model: CausalLanguageModel) -> Params:
+  """Returns a layer whose quantized linears have what is learned of them."""
+  leaves, new = _quantized(layer, model), {}
+  for path, factor in input_factors(own, model).items():
+    change, moves = (
+      own.get(part, {}).get("/".join(path)) for part in ("maps", "codes")
+    )
+    new[path] = LearnedLinear(leaves[path], factor, change, moves)
   return replace_weights(layer, new)
 
 
@@ -83,9 +90,9 @@ class PredictionDivergence(gradients.Objective):
   """The divergence of a quantized model's predictions from the float model's."""
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """Runs the strict layer with what is learned in its maps."""
+    """Runs the strict layer with what is learned in its maps and codes."""
     del shared
-    return self.model.layer(learned_maps(layer, own, self.model), hidden)
+    return self.model.layer(learned_layer(layer, own, self.model), hidden)
 
   def loss_and_shown(
     self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
@@ -181,8 +188,14 @@ class ScaleDistillation:
     rate: Adam's rate for the factors of a linear.
     shared_rate: Adam's rate for the factors that several linears share.
     map_rate: Adam's rate for whole maps of blocks, which are learned beside the factors
-      if it is not 0. It takes about 640 bytes of memory for each input of each linear,
-      which `mxjax plan` does not count.
+      if it is not 0. It takes 512 bytes of memory for each input of each linear.
+    code_rate: Adam's rate for the weights' codes, in units of the scale of a block.
+      They are learned beside the factors if it is not 0. In all steps together an
+      element moves by about half of their number times this rate at most, and has to
+      move by .25 until its code is another. Beside it set `label_weight` to 0: by codes
+      the model learns the text itself from labels, away from the float model. It takes
+      16 bytes of memory for each weight. A run folder keeps 12 for each, and needs 24
+      while it is written.
     warmup: Steps until the rates are whole.
     label_weight: The most that the tokens that follow weigh beside the divergence.
       They weigh `LABELS_BY_NAT` of its mean over the steps so far where that is less.
@@ -195,6 +208,7 @@ class ScaleDistillation:
   rate: Share = 3e-3
   shared_rate: Share = 4e-3
   map_rate: Share = 0.0
+  code_rate: Share = 0.0
   warmup: Count = 5
   label_weight: Fraction = 0.45
   seed: Count = 0
@@ -202,7 +216,7 @@ class ScaleDistillation:
   def initial(self, layers: list[Params], model: CausalLanguageModel) -> list[Any]:
     """Returns zero steps for every layer: `linears` by path, `taps` by name.
 
-    With a `map_rate` also `maps`, by path.
+    With a `map_rate` also `maps` by path, and with a `code_rate` `codes`.
     """
     own = []
     for layer in layers:
@@ -225,7 +239,46 @@ class ScaleDistillation:
           path: jnp.zeros((len(steps) // size, size, size), jnp.float32)
           for path, steps in zeros.items()
         }
+      if self.code_rate:
+        own[-1]["codes"] = {
+          "/".join(path): jnp.zeros(leaf.shape, jnp.float32)
+          for path, leaf in leaves.items()
+        }
     return own
+
+  def learned_numbers(self, weights: int, inputs: int) -> int:
+    """Counts what is learned of maps and codes; factors are left out, being few.
+
+    `weights` are those of all linears, and `inputs` the sum of their input widths.
+    """
+    numbers = weights if self.code_rate else 0
+    return numbers + (mxfp4.BLOCK_SIZE * inputs if self.map_rate else 0)
+
+  def rate_at(self, rate: float, step: Any, steps: int) -> Any:
+    """Returns Adam's rate in a step of so many, which are counted from 0."""
+    # Without the 1 the first step would change nothing.
+    rise = jnp.minimum(1, (step + 1) / max(self.warmup, 1))
+    return rate * rise * (1 - step / steps)
+
+  def check_reach(self, tokens: np.ndarray, name: str) -> None:
+    """Checks that codes which are learned can change, on tokens `[S, T]`.
+
+    Raises:
+      ValueError: Steps of these rates, added up, are shorter than the way to any code.
+    """
+    if not self.code_rate:
+      return
+    rows, length = tokens.shape
+    steps = len(self.order(rows * -(-length // self.length)))
+    rates = self.rate_at(self.code_rate, np.arange(steps, dtype=np.float32), steps)
+    if (reach := float(np.sum(rates))) < NEAREST_CODE:
+      raise ValueRefusal(
+        f"code_rate of the tuning of {name}",
+        expected=f"a rate by which steps move codes by {NEAREST_CODE} or more of the "
+        "scale of a block, because the next code is not nearer",
+        got=f"about {reach:.2g} in {steps} steps of {self.code_rate:g}",
+        mend="raise the rate, or take more steps, by `steps`, `epochs` or more tokens",
+      )
 
   def chunks(self, tokens: np.ndarray) -> list[jax.Array]:
     """Cuts calibration tokens `[S, T]` into equal chunks `[1, <= length]`.
@@ -256,22 +309,45 @@ class ScaleDistillation:
     return [chunks[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def check(layer: Params, model: CausalLanguageModel) -> None:
-  """Checks that factors can fold into the maps of a layer, before all are quantized.
+def check(
+  layer: Params, model: CausalLanguageModel, options: ScaleDistillation
+) -> None:
+  """Checks that a layer can learn what is asked for, before all are quantized.
 
   Raises:
-    ValueError: A map mixes blocks; the place begins with its linear.
+    ValueError: A map mixes blocks; or codes are to be learned beside a table K_Q. The
+      place begins with the linear.
   """
   for (sublayer, name), leaf in _quantized(layer, model).items():
     with errors.within(f"{sublayer}/{name}"):
-      LearnedMap(leaf, jnp.ones(leaf.shape[1])).installed()
+      tables = leaf.rounding.tables()
+      if options.code_rate and tables and tables[1] is not None and tables[1].any():
+        raise ValueRefusal(
+          "code_rate",
+          expected="a rule of activations by G_Q alone, which follows the codes",
+          got="one by K_Q as well, which is of the codes before",
+          mend="choose a method without K_Q, such as hires-rotated, or, for hires, "
+          "rounding=sensitivity",
+        )
+      LearnedLinear(leaf, jnp.ones(leaf.shape[1])).installed()
 
 
 def install(layer: Params, own: Any, model: CausalLanguageModel) -> dict[str, Any]:
-  """Folds what a layer has learned into the maps of its quantized linears."""
-  learned = learned_maps(layer, own, model)
+  """Folds what a layer has learned into its quantized linears."""
+  learned = learned_layer(layer, own, model)
   new = {
     path: learned[path[0]][path[1]]["weight"].installed()
     for path in _quantized(layer, model)
   }
   return replace_weights(layer, new)
+
+
+def changed_codes(before: Params, after: Params, model: CausalLanguageModel) -> float:
+  """Returns the share of a layer's codes that differ."""
+  layers = [_quantized(layer, model) for layer in (before, after)]
+  differ, count = 0, 0
+  for path, leaf in layers[0].items():
+    codes = [mxfp4.unpack(of[path].weight.codes) for of in layers]
+    differ += int((codes[0] != codes[1]).sum())
+    count += leaf.weight.codes.size * 2
+  return differ / max(count, 1)

@@ -381,6 +381,20 @@ def decode(tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.
   return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
+@compilation.jit(static_argnames="rules", inline=True)
+def move(tensor: MXTensor, moves: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
+  """Adds to the elements and rounds them again, at the scales that they have.
+
+  `moves` is in units of each block's scale, float32 `[..., d]`.
+  """
+  codes = unpack(tensor.codes).astype(jnp.int32)
+  elements = jnp.where(codes < 8, magnitude(codes & 7), -magnitude(codes & 7))
+  moved = nearest_codes(elements + moves, jnp.zeros_like(codes), rules)
+  # A zero that stays one keeps its sign.
+  is_zero = ((codes | moved) & 7) == 0
+  return MXTensor(pack(jnp.where(is_zero, codes, moved)), tensor.scales)
+
+
 def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
   """Checks the dtypes, shapes and scale bytes of a concrete tensor.
 

@@ -190,13 +190,12 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
   # The layer in work is number `len(layers)` from 0, and the hidden states that are
   # written with it enter the next one.
   number = 1 + len(state["layers"])
-  learned, tuned = map(_steps_taken, (state["learning"], state["tuning"]))
-  writing = ["layers/", f"streams/{number}-", f"tuning/{tuned + 1}."]
+  writing = ["layers/", f"streams/{number}-", _next_file(state, "tuning")]
   # `prepare` runs once, before the first layer.
   if number == 1 and not state["prepared"]:
-    first = _prepared_name("", learned)
+    first = _prepared_name("", _steps_taken(state["learning"]))
     writing += [f"{first}params-", f"{first}learned."]
-    writing += [f"learning/{learned + 1}."]
+    writing += [_next_file(state, "learning")]
   odd, new = [], []
   for name in names:
     if not re.fullmatch(_PATTERN, name):
@@ -212,6 +211,13 @@ def _unexplained(names: Iterable[str], state: State) -> list[str]:
 
 def _steps_taken(steps: Mapping[str, Any] | None) -> int:
   return len(steps["losses"]) if steps else 0
+
+
+def _next_file(state: State, stage: Literal["learning", "tuning"]) -> str:
+  """Returns the file of the next write of steps; its number counts the writes."""
+  files = state[stage]["files"] if state[stage] else {}
+  latest = max((int(pathlib.PurePath(name).stem) for name in files), default=0)
+  return f"{stage}/{latest + 1}.safetensors"
 
 
 def _prepared_name(name: str, steps: int) -> str:
@@ -469,8 +475,10 @@ class RunFolder:
 
   def _save(self, removable: Iterable[str] = (), **changes: Any) -> None:
     """Replaces the state on disk, then here; on an error both stay what they were."""
+    # An interrupt may have come before the last state's files were removed.
+    left = [name for name in self._state["removable"] if (self.path / name).exists()]
     # As a reader finds them: tuples become lists, and keys become texts.
-    changes = json.loads(json.dumps({**changes, "removable": [*removable]}))
+    changes = json.loads(json.dumps({**changes, "removable": [*left, *removable]}))
     # Records of layers are long and steps of tuning many: keep the text of what stays.
     texts = {key: digested_json.canonical(value) for key, value in changes.items()}
     texts = self._texts | texts
@@ -479,8 +487,9 @@ class RunFolder:
       digested_json.write_texts(self.path / STATE, texts)
     self._texts, self._state = texts, self._state | changes
 
-  def _remove(self, names: Iterable[str]) -> None:
-    for name in names:
+  def _remove(self) -> None:
+    """Removes what the state calls removable."""
+    for name in self._state["removable"]:
       (self.path / name).unlink()
 
   @property
@@ -553,7 +562,7 @@ class RunFolder:
       return
     # Nothing reads the steps from here on, but how long they took is told.
     self._save(steps["files"], prepared=made, learning={**steps, "files": {}})
-    self._remove(steps["files"])
+    self._remove()
 
   def read_prepared(self) -> tuple[dict[str, Any] | None, dict[str, Any], Any] | None:
     """Reads the three arguments of `write_prepared`, or returns None."""
@@ -624,7 +633,7 @@ class RunFolder:
     # that the state explains.
     old = self._state["streams"]
     self._save(old, layers=layers, streams=entering)
-    self._remove(old)
+    self._remove()
 
   def read_layer(self, layer: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the params of one of the `finished` layers, bit for bit."""
@@ -679,22 +688,26 @@ class RunFolder:
   ) -> None:
     """Writes what was learned durably, in place of what the step before wrote.
 
-    `losses` are those of all steps, `seconds` those of the last one, and `sequences`
-    those that a step learns on.
+    `losses` are those of all steps, `seconds` those since the write before, and
+    `sequences` those that a step learns on.
     """
     if self._lock is None:
       return
     self._begin()
     before = self._state[stage] or {"files": {}, "seconds": []}
     made = {
-      "files": self._write(f"{stage}/{len(losses)}.safetensors", arrays),
+      "files": self._write(_next_file(self._state, stage), arrays),
       "losses": [*losses],
       "seconds": [*before["seconds"], seconds],
       "sequences": sequences,
     }
     # The new step is on the disk and in the state before the old one is removed.
     self._save(before["files"], **{stage: made})
-    self._remove(before["files"])
+    self._remove()
+
+  def has_steps(self, stage: Literal["learning", "tuning"]) -> bool:
+    """Tells whether `write_step` wrote one."""
+    return self._state[stage] is not None
 
   def read_steps(self, stage: Literal["learning", "tuning"]) -> Steps | None:
     """Reads what `write_step` wrote last, or returns None."""

@@ -97,7 +97,7 @@ def quantize_layer(
   )
   # Refused at the first layer rather than when all of them are quantized.
   if program.tune:
-    scale_distillation.check(quantized, setup.model)
+    scale_distillation.check(quantized, setup.model, program.tune)
   trajectories.leave(captured)
   record = {"name": name, "linears": linears, "recovery": recovery}
   return FinishedLayer(name, quantized, record)

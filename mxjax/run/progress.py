@@ -41,10 +41,9 @@ OUTPUT_GRADIENTS = "output gradients"
 SANITY = "sanity gate"
 """The stage of comparing logits with the float model's, after the last layer."""
 LEARNING = "learning"
-"""How the stages of a program's own learning begin, each of which leaves its step on
-disk."""
+"""How the stages of a program's own learning begin, a stage for each step."""
 TUNING = "scale distillation"
-"""How the stages of tuning begin, each of which leaves its step on disk."""
+"""How the stages of tuning begin, a stage for each step."""
 
 
 _IN_STEPS = re.compile(rf"({LEARNING}|{TUNING}) \d+/\d+(,|$)")

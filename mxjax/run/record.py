@@ -93,7 +93,8 @@ class QuantizationRecord:
   #: Sizes of the axes and number of processes, or None for one device.
   mesh: dict[str, int] | None = None
   #: Divergence of every step of scale distillation, the chunks of each, and how far the
-  #: factors, and the maps if they are learned, of each layer moved.
+  #: factors, and the maps if they are learned, of each layer moved. If codes are
+  #: learned, also the share of each layer's that changed.
   tuning: dict[str, Any] | None = None
   #: W4A4, or W4A16 for weights alone, which is outside the paper's contract.
   form: str = "W4A4"

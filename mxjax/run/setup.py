@@ -174,6 +174,8 @@ class Setup:
     )
     # First what model and contract alone decide: `_check_weights` reads every weight,
     # perhaps from disk.
+    if setup.program.tune:
+      setup.program.tune.check_reach(calib.tokens, program.name)
     _check_targets(setup)
     _check_weights(setup)
     _check_description(program)

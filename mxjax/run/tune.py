@@ -27,13 +27,11 @@ def optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransform
   """Returns Adam for a layer, with warm-up and a linear decay to zero over `steps`."""
 
   def adam(rate: float) -> optax.GradientTransformation:
-    # Steps count from 0: without the 1 the first would change nothing.
-    rise = lambda step: jnp.minimum(1, (step + 1) / options.warmup)
-    schedule = lambda step: rate * rise(step) * (1 - step / steps)
+    schedule = lambda step: options.rate_at(rate, step, steps)
     return optax.adam(schedule, b1=0.9, b2=0.95)
 
-  # One rate for the factors of single linears, one for those that a tap shares, and one
-  # for whole maps.
+  # One rate for the factors of single linears, and one for those that a tap shares; one
+  # for whole maps, and one for codes.
   labels = lambda layer: {
     part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer
   }
@@ -41,11 +39,15 @@ def optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransform
     "linears": adam(options.rate),
     "taps": adam(options.shared_rate),
     "maps": adam(options.map_rate),
+    "codes": adam(options.code_rate),
   }
   return optax.multi_transform(rates, labels)
 
 
-@compilation.jit(static_argnames=("options", "steps"))
+# In place: beside the old values, new ones of all layers would take as much again.
+@compilation.jit(
+  static_argnames=("options", "steps"), donate_argnames=("learned", "state")
+)
 def _update_layer(
   options: ScaleDistillation, steps: int, learned: Any, state: Any, gradient: Any
 ) -> tuple[Any, Any]:
@@ -59,7 +61,8 @@ def update(
 ) -> tuple[list[Any], list[Any]]:
   """Moves what all layers have learned, each by the same compiled function.
 
-  `trees` are what they have learned, the optimizer's states and the gradients.
+  `trees` are what they have learned and the optimizer's states, whose arrays are given
+  away, and the gradients.
   """
   updated = [
     execution.block_on_cpu(_update_layer(options, steps, *of_layer))
@@ -71,12 +74,12 @@ def update(
 def distill_scales(
   setup: Setup, quantized: Params, folder: RunFolder | None, report: Report
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Learns what changes the maps of all quantized linears, and folds it into them.
+  """Learns what changes maps and codes of all quantized linears, and folds it in.
 
   Args:
     setup: The run's setup, whose program has options of scale distillation.
     quantized: The quantized model, on the primary device.
-    folder: Where every step is written, or None.
+    folder: Where what was learned is written, or None.
     report: Is told of every step and its divergence.
 
   Returns:
@@ -119,7 +122,13 @@ def distill_scales(
       name: scale_distillation.install(layer, own, model)
       for (name, layer), own in zip(layers.items(), learned, strict=True)
     }
-    return tuned, {"divergence": losses, "order": order, **_moved(learned)}
+    told = {"divergence": losses, "order": order, **_changes(learned)}
+    if options.code_rate:
+      told["changed_codes_by_layer"] = [
+        scale_distillation.changed_codes(layers[name], tuned[name], model)
+        for name in layers
+      ]
+    return tuned, told
 
   learning = Learning(
     start=start,
@@ -131,7 +140,7 @@ def distill_scales(
   return steps.take(learning, "tuning", folder, report, setup.placement.mesh)
 
 
-def _moved(learned: list[Any]) -> dict[str, Any]:
+def _changes(learned: list[Any]) -> dict[str, Any]:
   """Returns the root mean square change of the factors by layer, for the report.
 
   Where maps are learned, also that of their entries.

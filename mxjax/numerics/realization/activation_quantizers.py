@@ -5,7 +5,7 @@ is saved in checkpoints, exported and audited.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,15 @@ class ActivationQuantizer:
     """Returns the rule with its tables in the narrowest sufficient dtype."""
     return self
 
+  def with_weight(self, decoded: jax.Array) -> Self:
+    """Returns the rule of a linear whose codes have changed.
+
+    `decoded` are its decoded W4 weights, float32 `[blocks, 32, rows]`. A table K_Q,
+    for which the float weights are needed, stays.
+    """
+    del decoded
+    return self
+
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +146,11 @@ class Nearest(ActivationQuantizer):
   @override
   def kernel_tables(self) -> KernelTables:
     return KernelTables()
+
+
+def _packed_gram(decoded: jax.Array, dtype: Any) -> jax.Array:
+  """Returns G_Q of decoded weights `[blocks, 32, rows]` as rules store it."""
+  return one_code.pack_symmetric(one_code.gram_of(decoded)).astype(dtype)
 
 
 @register
@@ -182,6 +196,10 @@ class OneCode(ActivationQuantizer):
   @override
   def kernel_tables(self) -> KernelTables:
     return KernelTables(self.gram, self.cross)
+
+  @override
+  def with_weight(self, decoded: jax.Array) -> Self:
+    return dataclasses.replace(self, gram=_packed_gram(decoded, self.gram.dtype))
 
   def narrowed(self) -> "OneCode":
     """Returns bfloat16 tables, which suffice to rank candidates."""
@@ -253,6 +271,10 @@ class FewCodes(ActivationQuantizer):
   @override
   def kernel_tables(self) -> KernelTables:
     return KernelTables(self.gram, None, self.changes, self.rounds_up)
+
+  @override
+  def with_weight(self, decoded: jax.Array) -> Self:
+    return dataclasses.replace(self, gram=_packed_gram(decoded, self.gram.dtype))
 
   def narrowed(self) -> "FewCodes":
     """Returns bfloat16 tables, which suffice to rank candidates."""

@@ -45,6 +45,14 @@ class Refined(NamedTuple):
   nearest_objective: jax.Array
 
 
+@compilation.jit(inline=True)
+def gram_of(decoded: jax.Array) -> jax.Array:
+  """Computes G_Q = W^'W^ of each block of decoded W4 weights; see `tables`."""
+  # Full precision: the score subtracts numbers of the same size, and TF32's 10 bits
+  # would decide by their rounding.
+  return jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
+
+
 @compilation.jit()
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block, `[blocks, 32, 32]`.
@@ -52,9 +60,7 @@ def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]
   `weight` is the float weights in the installed coordinates and `decoded` the decoded
   W4 weights, both `[blocks, 32, rows]`; the results have their dtype.
   """
-  # Full precision: the score subtracts numbers of the same size, and TF32's 10 bits
-  # would decide by their rounding.
-  gram = jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
+  gram = gram_of(decoded)
   cross = jnp.einsum("bim,bjm->bij", decoded, weight - decoded, precision=HIGHEST)
   return gram, cross
 

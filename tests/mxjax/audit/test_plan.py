@@ -14,6 +14,7 @@ from mxjax import methods
 from mxjax.audit import plan
 from mxjax.layers import sizes
 from mxjax.layers.inference_packing import pack_for_inference
+from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models import CausalLM, families, generation, load_config
 from mxjax.numerics.realization.activation_quantizers import FewCodes, OneCode
 from tests.conftest import GOLDEN
@@ -117,6 +118,31 @@ def test_methods_store_what_the_plan_of_hires_and_their_names_say(name):
   weights = of("hires:activations=float")
   assert (weights["tables"], weights["maps"]) == (0, hires["maps"])
   assert weights["form"] == "W4A16"
+
+
+@pytest.mark.parametrize(
+  ("method", "parts"),
+  [
+    ("hires", []),
+    ("rtn+tune", []),
+    ("rtn+tune:code_rate=0.03", ["codes"]),
+    ("rtn+tune:map_rate=0.001", ["maps"]),
+    ("rtn+tune:code_rate=0.03:map_rate=0.001", ["codes", "maps"]),
+  ],
+)
+def test_what_tuning_learns_is_planned(method, parts, tiny_model, tiny_build):
+  """Its numbers, their gradients and the two moments of Adam, but for the factors.
+
+  Two files are on the disk until the older one is removed, which have no gradients.
+  """
+  program, params = methods.get(method), tiny_build("rtn").params
+  layers = [params[tiny_model.layer_name(i)] for i in range(tiny_model.num_layers)]
+  own = (program.tune or ScaleDistillation()).initial(layers, tiny_model)
+  leaves = jax.tree.leaves([[of_layer[part] for part in parts] for of_layer in own])
+  size = sum(leaf.nbytes for leaf in leaves)
+  planned = plan.plan(tiny_model.config)
+  expected = {"memory": 4 * size, "disk": 2 * 3 * size}
+  assert plan.learned_bytes(planned, program) == expected
 
 
 def test_a_large_model_is_warned_of_with_what_takes_its_bytes(tiny_hires, caplog):

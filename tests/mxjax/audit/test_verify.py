@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mxjax
 from mxjax.audit import arithmetic, verify, verify_linears
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
@@ -68,6 +69,20 @@ def test_a_sound_checkpoint_has_no_faults(saved):
   assert found.is_paper_contract
   assert json.loads(json.dumps(found.to_dict()))["faults"] == []
   assert found.lines()[-1].endswith("everything holds")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rtn", "hires:rounding=sensitivity"])
+def test_learned_codes_have_no_faults(
+  method, tiny_params, tiny_config, tiny_calib, tmp_path
+):
+  """Their tables G_Q are those of the new codes."""
+  tuned = f"{method}+tune:epochs=8:length=32:label_weight=0:code_rate=0.05"
+  params = mxjax.quantize(tiny_params, tiny_calib, tuned, check=False, probe=False)
+  saved = checkpoint.save_checkpoint(tmp_path / "out", params, tiny_config)
+  found = verify.verify(saved)
+  assert found.faults == []
+  assert found.counts["quantized linears"] == 14
 
 
 @pytest.mark.slow

@@ -324,6 +324,9 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   )
   assert "stored MiB by method" in told and "[W4A16]" in told
   assert "storage of HiRes" not in told and "build" in told
+  told = mxjax("plan", config, "--method", "rtn+tune:code_rate=0.03", as_json=False)
+  for place in ("memory", "disk"):
+    assert f"{place} besides, what rtn+tune:code_rate=0.03 learns" in told
   # Each method has its time there; that of HiRes is none of RTN's.
   told = mxjax("plan", config, "--method", "rtn,spinquant", as_json=False)
   assert "build" in told and "time on this machine" not in told

@@ -212,7 +212,8 @@ def test_a_run_tells_its_settings_its_cost_and_what_made_it(tmp_path, capsys):
   messages = [event["text"] for event in said if event["event"] == "message"]
   assert messages[0] == f"loading {model}"
   assert f"calibration: 2 x 32 tokens of {model / 'ids.npy'}, seed 0" in messages
-  assert any(text.startswith("expected memory: about ") for text in messages)
+  [memory] = [text for text in messages if text.startswith("expected memory: about ")]
+  assert memory.endswith("in memory")
   assert any(text.startswith("expected time: about ") for text in messages)
   for method, windows in (("rtn", 4), ("float model", 2)):
     run = [e for e in said if e.get("method") == method]

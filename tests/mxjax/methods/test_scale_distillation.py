@@ -12,8 +12,8 @@ from mxjax import methods, models
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation import datasets
-from mxjax.layers.linear import LearnedMap, linear
-from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.layers.linear import LearnedLinear, linear
+from mxjax.layers.quantized_linear import QuantizedLinear, quantized_inputs
 from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.loading import embedded
@@ -69,7 +69,7 @@ def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
   x, factor = rows(256, 64).astype(dtype), 1 + 1e-3 * rows(1, 64, seed=1)[0]
   matrix = leaf.input_map.matrix * factor.reshape(2, 1, 32)
   scaled = dataclasses.replace(leaf, input_map=input_maps.BlockDense(matrix))
-  ours = linear(x, LearnedMap(leaf, factor))
+  ours = linear(x, LearnedLinear(leaf, factor))
   np.testing.assert_array_equal(ours, linear(x, scaled))
   assert (ours != linear(x, leaf)).any()
 
@@ -82,14 +82,14 @@ def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypat
   kernels = traced(leaf).count("pallas_call")
   assert kernels
   for change in (None, jnp.zeros((2, 32, 32))):
-    learned = LearnedMap(leaf, jnp.ones(64), change)
+    learned = LearnedLinear(leaf, jnp.ones(64), change)
     assert traced(learned).count("pallas_call") == kernels
 
 
 @pytest.mark.slow
 def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   x, cotangent = rows(6, 64), rows(6, 96, seed=2)
-  run = lambda x, factor: linear(x, LearnedMap(leaf, factor))
+  run = lambda x, factor: linear(x, LearnedLinear(leaf, factor))
   factor = 1 + 0.1 * rows(1, 64, seed=1)[0]
   dx, dfactor = jax.vjp(run, x, factor)[1](cotangent)
   decoded = np.asarray(mxfp4.decode(leaf.weight, jnp.float32), np.float64)
@@ -108,7 +108,7 @@ def test_the_gradient_of_a_map_takes_a4_for_the_identity(leaf):
   x, cotangent = rows(6, 64), rows(6, 96, seed=2)
   factor = 1 + 0.1 * rows(1, 64, seed=1)[0]
   change = 0.1 * rows(64, 32, seed=3).reshape(2, 32, 32)
-  run = lambda *learned: linear(learned[0], LearnedMap(leaf, *learned[1:]))
+  run = lambda *learned: linear(learned[0], LearnedLinear(leaf, *learned[1:]))
   out, pull = jax.vjp(run, x, factor, change)
   wide = lambda array: np.asarray(array, np.float64)
   at_rounded = wide(cotangent) @ wide(mxfp4.decode(leaf.weight, jnp.float32))
@@ -131,7 +131,118 @@ def test_the_gradient_of_a_map_takes_a4_for_the_identity(leaf):
   np.testing.assert_array_equal(
     out, linear(x, dataclasses.replace(leaf, input_map=learned))
   )
-  assert (out != linear(x, LearnedMap(leaf, factor))).any()
+  assert (out != linear(x, LearnedLinear(leaf, factor))).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [None, 0.1])
+def test_the_gradient_of_codes_takes_their_rounding_for_the_identity(leaf, change):
+  """Codes of the sum of elements and moves get that of a product with their inputs."""
+  x, cotangent = rows(6, 64), rows(6, 96, seed=2)
+  factor = 1 + 0.1 * rows(1, 64, seed=1)[0]
+  change = None if change is None else change * rows(64, 32, seed=3).reshape(2, 32, 32)
+  moves = 0.4 * rows(96, 64, seed=4)
+  run = lambda *learned: linear(learned[0], LearnedLinear(leaf, *learned[1:]))
+  learned = LearnedLinear(leaf, factor, change, moves)
+  # A copy in float8 would be that of other codes.
+  copied = dataclasses.replace(leaf, float8_scale=jnp.float32(1))
+  assert dataclasses.replace(learned, quantized=copied).installed().float8_scale is None
+  moved = learned.installed()
+  codes = [mxfp4.unpack(of.weight.codes) for of in (leaf, moved)]
+  assert 0.2 < float((codes[0] != codes[1]).mean()) < 0.8
+  np.testing.assert_array_equal(moved.weight.scales, leaf.weight.scales)
+  # The table of the A4 rule is that of the new codes.
+  decoded = np.asarray(mxfp4.decode(moved.weight, jnp.float32), np.float64)
+  blocks = decoded.T.reshape(2, 32, 96)
+  gram = np.einsum("bim,bjm->bij", blocks, blocks)
+  np.testing.assert_allclose(moved.rounding.tables()[0], gram, rtol=1e-5, atol=1e-5)
+  out, pull = jax.vjp(run, x, factor, change, moves)
+  # The forward pass is the strict one by these codes.
+  np.testing.assert_array_equal(out, linear(x, moved))
+  ours = pull(cotangent)
+  wide = lambda array: np.asarray(array, np.float64)
+  inputs = wide(quantized_inputs(x, moved))
+  scales = np.exp2(wide(leaf.weight.scales) - 127).repeat(32, axis=1)
+  expected = (inputs @ wide(cotangent)).T * scales
+  size = np.abs(expected).max()
+  assert ours[3].dtype == jnp.float32
+  np.testing.assert_allclose(ours[3], expected, atol=0.01 * size)
+  # All the other gradients are those of a linear which has the new codes.
+  there = dataclasses.replace(leaf, weight=moved.weight, rounding=moved.rounding)
+  without = lambda *learned: linear(learned[0], LearnedLinear(there, *learned[1:]))
+  others = jax.vjp(without, x, factor, change)[1](cotangent)
+  jax.tree.map(np.testing.assert_array_equal, ours[:3], others)
+
+
+def test_codes_are_learned_and_installed(tiny_model, tiny_params, calib):
+  """What the last step learned is in the codes, and only with a rate."""
+  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False, probe=False)
+  found, codes = {}, {}
+  for rate in (0.0, 0.05):
+    options = ScaleDistillation(
+      epochs=8, length=32, rate=0.0, shared_rate=0.0, code_rate=rate, label_weight=0.0
+    )
+    tuned, record = distilled(options, tiny_params, quantized, calib)
+    assert ("changed_codes_by_layer" in record) == bool(rate)
+    found[rate] = record
+    for layer in sorted(tuned):
+      for (_, name), leaf in scale_distillation._quantized(
+        tuned[layer], tiny_model
+      ).items():
+        codes[rate, layer, name] = np.asarray(mxfp4.decode(leaf.weight))
+  for number, layer in enumerate(sorted(tuned)):
+    parts = [key[2] for key in codes if key[:2] == (0.05, layer)]
+    assert len(parts) == 7
+    differ = [codes[0.0, layer, part] != codes[0.05, layer, part] for part in parts]
+    assert all(part.any() for part in differ)
+    share = np.concatenate([part.ravel() for part in differ]).mean()
+    assert found[0.05]["changed_codes_by_layer"][number] == pytest.approx(share)
+  # Without a move, codes are those of before, and so is the first step.
+  before, after = found[0.0]["divergence"], found[0.05]["divergence"]
+  assert before[0] == after[0]
+  assert np.mean(after[-4:]) < 0.97 * np.mean(before[-4:])
+  assert np.mean(before[-4:]) == pytest.approx(np.mean(before[:4]), rel=0.02)
+
+
+def test_a_rate_that_changes_no_code_is_refused_before_the_build(tiny_params, calib):
+  """Steps of the paper's schedule, over the chunks that there are."""
+  method = "rtn+tune:epochs=2:length=32:warmup=1:code_rate="
+  # Eight steps: 1 + 7/8 + ... + 1/8 rates.
+  with pytest.raises(
+    ValueError, match=r"code_rate .*got about 0\.22 in 8 steps of 0\.05;"
+  ):
+    mxjax.quantize(tiny_params, calib, f"{method}0.05", check=False, probe=False)
+  with pytest.raises(ValueError, match="got about 0 in 0 steps of 1;"):
+    mxjax.quantize(tiny_params, calib, "rtn+tune:epochs=0:code_rate=1.0")
+  mxjax.quantize(tiny_params, calib, f"{method}0.06", check=False, probe=False)
+
+
+@pytest.mark.slow
+def test_codes_beside_a_table_of_the_codes_before_are_refused(
+  tiny_model, tiny_build, tiny_hires
+):
+  """K_Q needs the float weights, which tuning has not."""
+  options = ScaleDistillation(code_rate=0.1)
+  check = lambda params, options: scale_distillation.check(
+    params["layers_0"], tiny_model, options
+  )
+  with pytest.raises(ValueError, match="self_attn/q_proj: code_rate: .*K_Q"):
+    check(tiny_hires.params, options)
+  check(tiny_hires.params, ScaleDistillation())
+  for method in ("rtn", "hires:rounding=sensitivity"):
+    check(tiny_build(method).params, options)
+
+
+def test_a_step_of_the_optimizer_is_made_in_place(tiny_model, tiny_build):
+  """So that what codes take in memory is not there twice."""
+  options = ScaleDistillation(code_rate=0.1)
+  layers = [tiny_build("rtn").params["layers_0"]]
+  learned = options.initial(layers, tiny_model)
+  state = [tune.optimizer(options, 4).init(layer) for layer in learned]
+  ones = jax.tree.map(jnp.ones_like, learned)
+  new = tune.update(options, 4, learned, state, ones)
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves((learned, state)))
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, ones)))
 
 
 def test_a_learned_map_keeps_its_dtype(leaf):
@@ -140,7 +251,7 @@ def test_a_learned_map_keeps_its_dtype(leaf):
   bfloat16 = dataclasses.replace(leaf, input_map=narrow)
   change = 0.1 * rows(64, 32, seed=3).reshape(2, 32, 32)
   for quantized in (leaf, bfloat16):
-    installed = LearnedMap(quantized, jnp.ones(64), change).installed()
+    installed = LearnedLinear(quantized, jnp.ones(64), change).installed()
     assert installed.input_map.matrix.dtype == quantized.input_map.matrix.dtype
 
 
@@ -179,7 +290,7 @@ def test_installed_factors_compute_what_was_learned(name, tiny_model, tiny_build
   x = rows(5, 64, seed=3)
   steps, shared = learned["linears"]["mlp/gate_proj"], learned["taps"]["gate_up_input"]
   factor = (1 + steps) * (1 + shared)
-  np.testing.assert_array_equal(linear(x, leaf), linear(x, LearnedMap(old, factor)))
+  np.testing.assert_array_equal(linear(x, leaf), linear(x, LearnedLinear(old, factor)))
   expected = linear(x * factor[None], old)
   close = jnp.abs(linear(x, leaf) - expected) < 1e-3 * jnp.abs(expected).max()
   assert close.mean() > 0.9
@@ -363,18 +474,29 @@ class Killed(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", ["0/8", "3/8", "8/8"])
+@pytest.mark.parametrize(
+  ("program", "after"),
+  [
+    (TUNED, "0/8"),
+    (TUNED, "3/8"),
+    (TUNED, "8/8"),
+    (methods.get("rtn+tune:epochs=1:length=16:code_rate=0.2"), "3/8"),
+  ],
+)
 def test_a_killed_tuning_goes_on_to_the_same_bits(
-  after, whole, tiny_params, calib, tmp_path
+  program, after, whole, tiny_params, calib, tmp_path
 ):
+  if program != TUNED:
+    whole = run(tiny_params, calib, program, check=False, probe=False)
+
   def kill(progress):
     if f"distillation {after}" in progress.stage:
       raise Killed
 
   options = {"check": False, "probe": False, "run_dir": tmp_path / "run"}
   with pytest.raises(Killed):
-    mxjax.quantize(tiny_params, calib, TUNED, on_progress=kill, **options)
-  resumed = run(tiny_params, calib, TUNED, resume=True, **options)
+    mxjax.quantize(tiny_params, calib, program, on_progress=kill, **options)
+  resumed = run(tiny_params, calib, program, resume=True, **options)
   assert resumed.record.tuning == whole.record.tuning
   for ours, theirs in zip(
     jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True

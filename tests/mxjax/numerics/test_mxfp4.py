@@ -282,6 +282,28 @@ def test_other_widths_kinds_and_damaged_payloads_are_refused_by_name():
   )
 
 
+def test_moved_elements_are_rounded_again_at_their_scales():
+  """To the nearest, ties to the larger; a zero that stays one keeps its sign."""
+  rng = np.random.default_rng(0)
+  codes = jnp.asarray(rng.integers(0, 16, (8, 64)), jnp.int32)
+  scales = jnp.asarray(rng.integers(1, 250, (8, 2)), jnp.uint8)
+  tensor = mxfp4.MXTensor(mxfp4.pack(codes), scales)
+  # Quarters meet every tie, of which there is one between two neighbours each.
+  moves = rng.integers(-9, 10, codes.shape) / 4
+  moved = mxfp4.move(tensor, jnp.asarray(moves, jnp.float32))
+  np.testing.assert_array_equal(moved.scales, scales)
+  sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+  signed = np.array([*sizes, *-sizes])
+  wanted = signed[codes] + moves
+  distance = np.abs(np.abs(wanted)[..., None] - sizes)
+  best = 7 - distance[..., ::-1].argmin(-1)
+  is_zero = (best == 0) & (np.asarray(codes) % 8 == 0)
+  expected = np.where(is_zero, codes, best + 8 * np.signbit(wanted))
+  np.testing.assert_array_equal(mxfp4.unpack(moved.codes), expected)
+  same = mxfp4.move(tensor, jnp.zeros(codes.shape))
+  np.testing.assert_array_equal(same.codes, tensor.codes)
+
+
 def test_the_even_column_is_the_low_nibble():
   tensor = mxfp4.encode(np.array([[1.0, -6.0] + [0.0] * 30], np.float32))
   assert int(tensor.codes[0, 0]) == 2 | (15 << 4)

@@ -70,6 +70,8 @@ REWRITTEN = {
   "layers_0": {"w": jnp.ones((2, 2), jnp.bfloat16)},
   "norm": {"w": jnp.ones(2)},
 }
+TUNED = (1, 2, 5)
+"""Steps of tuning after which what was learned is written."""
 STEPS = (
   lambda folder: folder.begin(IDENTITY, PLACE),
   lambda folder: take(folder, "learning", 1),
@@ -82,9 +84,7 @@ STEPS = (
   lambda folder: write(folder, 4),
   lambda folder: write(folder, 5, saved=False),
   lambda folder: write(folder, 6, last=True),
-  lambda folder: take(folder, "tuning", 1),
-  lambda folder: take(folder, "tuning", 2),
-  lambda folder: take(folder, "tuning", 3),
+  *(lambda folder, step=step: take(folder, "tuning", step) for step in TUNED),
   lambda folder: folder.finish({"loss": 1.0}, {"calibration": 1.5, "tuning": 6.5}),
 )
 """A run of seven layers that saves its hidden states now and then."""
@@ -95,7 +95,7 @@ def next_step(folder):
   if folder.ended:
     return len(STEPS)
   if tuning := folder.read_steps("tuning"):
-    return 11 + len(tuning.losses)
+    return 12 + TUNED.index(len(tuning.losses))
   if folder.finished:
     return 4 + len(folder.finished)
   if folder.read_prepared():
@@ -660,6 +660,26 @@ def test_other_processes_of_a_job_read_and_never_write(undisturbed, tmp_path):
       step(reader)
     assert reader.read_steps("tuning").losses == [1.0] and reader.ended is None
   assert tree_bytes(path) == before
+
+
+def test_a_write_after_an_interrupted_one_leaves_a_folder_that_resumes(
+  tmp_path, monkeypatch
+):
+  """The file that was not removed is removable still, and so is its successor's."""
+  path = make(tmp_path / "run", layers=0)
+  with RunFolder(path, resume=True) as folder:
+    folder.begin(IDENTITY, PLACE)
+    take(folder, "learning", 1)
+    with monkeypatch.context() as patch:
+      patch.setattr(folder, "_remove", lambda: 1 / 0)
+      for step in (2, 3):
+        with pytest.raises(ZeroDivisionError):
+          take(folder, "learning", step)
+  assert len([*(path / "learning").iterdir()]) == 3
+  with RunFolder(path, resume=True) as folder:
+    folder.begin(IDENTITY, PLACE)
+    assert len(folder.read_steps("learning").losses) == 3
+  assert len([*(path / "learning").iterdir()]) == 1
 
 
 def test_a_file_larger_than_the_system_takes_leaves_the_state_before(tmp_path):

@@ -12,6 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +28,10 @@ from mxjax.methods.program import Learning, Prepared
 from mxjax.models import CausalLM
 from mxjax.numerics.shaping import orthogonal
 from mxjax.run import folder as run_folder
-from mxjax.run import quantize
-from mxjax.run.progress import Stopped
+from mxjax.run import quantize, steps
+from mxjax.run.folder import Steps
+from mxjax.run.progress import Report, Stopped
+from mxjax.run.record import StageClock
 from mxjax.storage import atomic_io
 from tests import tiny
 from tests.mxjax.quantized import damage
@@ -491,6 +495,136 @@ def test_steps_that_lead_to_nothing_leave_no_file(tiny_params, calib, tmp_path):
   resumed = run(tiny_params, calib, folder, program, **options)
   assert bits(resumed.params) == bits(run(tiny_params, calib, None, program).params)
   assert not [now for now in told if now.stage.startswith("learning")]
+
+
+@pytest.mark.parametrize(
+  ("numbers", "written"), [(2**24, [*range(1, 13)]), (2**24 + 1, [1, 4, 7, 10, 12])]
+)
+def test_writes_of_what_is_large_take_a_tenth_of_the_time(
+  numbers, written, monkeypatch
+):
+  """A step takes a second and a write .31, after which 2.79 are to pass."""
+  now, found = [0.0], []
+
+  def taking(seconds, result=None):
+    now[0] += seconds
+    return result
+
+  class Folder:
+    has_steps = staticmethod(lambda stage: False)
+
+    def write_step(self, stage, arrays, losses, seconds, sequences):
+      found.append((len(losses), seconds))
+      taking(0.31)
+
+  monkeypatch.setattr(steps, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+  learning = Learning(
+    # Of float32, so that the larger one has a number more than 64 MiB.
+    start=lambda: np.zeros(numbers, np.float32),
+    steps=12,
+    step=lambda learned, losses: taking(1, (learned, 1.0)),
+    finish=lambda learned, losses: losses,
+  )
+  report = Report(Idle(name="idle"), 2, StageClock())
+  assert len(steps.take(learning, "tuning", Folder(), report)) == 12
+  assert [number for number, _ in found] == written
+  # All of the time is told, but for that of the last write.
+  assert sum(seconds for _, seconds in found) == pytest.approx(now[0] - 0.31)
+
+
+@pytest.mark.parametrize("is_given_away", [False, True])
+def test_an_interrupt_writes_the_steps_that_waited(is_given_away, monkeypatch, caplog):
+  """But not what the step in work has given away; either is told."""
+  monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+  monkeypatch.setattr(steps, "PATIENCE", 1e9)
+  found = []
+
+  class Folder:
+    has_steps = staticmethod(lambda stage: False)
+
+    def write_step(self, stage, arrays, losses, seconds, sequences):
+      found.append((losses, [float(array[0]) for array in arrays.values()]))
+
+  def step(learned, losses):
+    if len(losses) == 3:
+      if is_given_away:
+        learned.delete()
+      raise KeyboardInterrupt
+    return learned + 1, float(len(losses))
+
+  learning = Learning(
+    start=lambda: jnp.zeros(3), steps=12, step=step, finish=lambda *_: None
+  )
+  report = Report(Idle(name="idle"), 2, StageClock())
+  with pytest.raises(KeyboardInterrupt):
+    steps.take(learning, "tuning", Folder(), report)
+  last = [] if is_given_away else [([0.0, 1.0, 2.0], [3.0])]
+  assert found == [([0.0], [1.0]), *last]
+  [line] = caplog.messages
+  assert line.startswith("scale distillation, step 3 of 12, is ")
+  assert ("lost" in line) == is_given_away
+
+
+def test_an_interrupted_write_of_steps_is_made_again(monkeypatch):
+  """With the seconds of all steps since the write before."""
+  now, told = [0.0], []
+
+  class Folder:
+    has_steps = staticmethod(lambda stage: False)
+
+    def write_step(self, stage, arrays, losses, seconds, sequences):
+      told.append((len(losses), seconds))
+      now[0] += 0.5
+      if len(told) == 2:
+        raise KeyboardInterrupt
+
+  def step(learned, losses):
+    now[0] += 1
+    return learned + 1, 0.0
+
+  monkeypatch.setattr(steps, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+  learning = Learning(
+    start=lambda: jnp.zeros(3), steps=12, step=step, finish=lambda *_: None
+  )
+  report = Report(Idle(name="idle"), 2, StageClock())
+  with pytest.raises(KeyboardInterrupt):
+    steps.take(learning, "tuning", Folder(), report)
+  # A write's time belongs to the steps after it; the third write is the second's.
+  assert told == [(1, 1.0), (2, 1.5), (2, 2.0)]
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_what_steps_began_with_leaves_memory(is_resumed):
+  """A second copy of what is learned may not fit."""
+  began, saved = [], []
+
+  class Folder:
+    has_steps = staticmethod(lambda stage: is_resumed)
+
+    def read_steps(self, stage):
+      assert began[0]() is None
+      arrays = {key: np.full(8, 2.0, np.float32) for key in "ab"}
+      saved.extend(weakref.ref(array) for array in arrays.values())
+      return Steps(arrays, [1.0])
+
+    def write_step(self, *_):
+      pass
+
+  def start():
+    arrays = [jnp.zeros(8), jnp.ones(8)]
+    began.append(weakref.ref(arrays[0]))
+    return arrays
+
+  def step(learned, losses):
+    if len(losses) >= 2:
+      assert not [ref for ref in (*began, *saved) if ref() is not None]
+    return [leaf + 1 for leaf in learned], 0.5
+
+  learning = Learning(start=start, steps=4, step=step, finish=lambda now, _: now)
+  report = Report(Idle(name="idle"), 2, StageClock())
+  found = steps.take(learning, "tuning", Folder(), report)
+  expected = [5.0, 5.0] if is_resumed else [4.0, 5.0]
+  assert [float(leaf[0]) for leaf in found] == expected
 
 
 def test_a_loss_that_is_not_finite_is_refused_at_its_step(tiny_params, calib):
